@@ -10,8 +10,14 @@ struct Wire {
   std::vector<WireRange> ranges;
   Format format;
   int64_t rows, block, inner, row_bytes;
-  bool padded;  // with one byte, to an even number of bytes
+  bool padded;            // with one byte, to an even number of bytes
+  bool by_range = false;  // one plain row of each sender: the elements of all senders, range by range
 };
+
+// Offset of sender s's plain elements of a range, `width` bytes each, on a wire that is sent range by range.
+inline int64_t place_by_range(const WireRange& range, int64_t senders, int64_t s, int64_t width) {
+  return senders * range.bytes + s * range.size * width;
+}
 
 inline Format plain_of(Format format) { return format == Format::FP32 ? Format::FP32 : Format::BF16; }
 
@@ -82,11 +88,15 @@ inline Wire wire_of_shared(std::vector<Tensor>& parts, int64_t rows, const std::
 // For decoding; parts are the sums.
 inline Wire wire_of_sent(const Tensor& sent, std::vector<Tensor>& parts, const std::vector<int64_t>& sizes,
                          const std::vector<int64_t>& coded, const std::string& format, int64_t block, int64_t senders,
-                         int64_t inner) {
+                         int64_t inner, bool by_range) {
   STD_TORCH_CHECK(senders >= 1 && sent.dim() == 2 && sent.size(0) % senders == 0, "a wire of ", sent.size(0),
                   " rows is not of ", senders, " senders");
   for (const Tensor& part : parts) STD_TORCH_CHECK(part.scalar_type() == ScalarType::Float, "sums are FP32");
-  const Wire made = wire_of(parts, sent.size(0) / senders, sizes, coded, format, block, inner);
+  Wire made = wire_of(parts, sent.size(0) / senders, sizes, coded, format, block, inner);
+  made.by_range = by_range;
+  for (const int64_t has_codes : coded) {
+    STD_TORCH_CHECK(!by_range || (made.rows == 1 && !has_codes), "only one row without codes is sent range by range");
+  }
   STD_TORCH_CHECK(sent.size(1) == made.row_bytes, "a row of these ranges has ", made.row_bytes, " bytes, not ", sent.size(1));
   return made;
 }

@@ -250,6 +250,10 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logger: dict[str, Any] = MISSING
 
+    def micro_batches(self, dp: int) -> int:
+        """Return the number of micro-batches per step on each of `dp` data-parallel ranks."""
+        return max(1, -(-self.tokens_per_step // (self.micro_batch * self.data["seq_len"] * dp)))
+
 
 def is_launch_fact(key: str) -> bool:
     """Return whether a key, or a group that contains it, is one of `LAUNCH_FACTS`."""

@@ -65,9 +65,10 @@ Tensor encode_gradients(std::vector<Tensor> parts, int64_t rows, std::vector<int
 }
 
 void decode_gradients(const Tensor& given, std::vector<Tensor> parts, std::vector<int64_t> sizes,
-                      std::vector<int64_t> coded, std::string format, int64_t block, int64_t senders, int64_t inner) {
+                      std::vector<int64_t> coded, std::string format, int64_t block, int64_t senders, int64_t inner,
+                      bool by_range) {
   const Tensor sent = dense(given);
-  const Wire wire = wire_of_sent(sent, parts, sizes, coded, format, block, senders, inner);
+  const Wire wire = wire_of_sent(sent, parts, sizes, coded, format, block, senders, inner, by_range);
   const char* data = static_cast<const char*>(sent.const_data_ptr());
   for_blocks(wire, [&](const WireRange& range, int64_t r, int64_t first, int64_t n) {
     n = elements_left(range, r, first, n);
@@ -79,7 +80,8 @@ void decode_gradients(const Tensor& given, std::vector<Tensor> parts, std::vecto
     v.resize(n);
     for (int64_t s = 0; s < senders; ++s) {
       const char* row = data + (s * wire.rows + place_of_row(r, wire.rows, inner)) * wire.row_bytes;
-      load(row + range.bytes + first * (plain ? bytes_of(held) : 1), held, n, v.data());
+      const char* here = wire.by_range ? data + place_by_range(range, senders, s, bytes_of(held)) : row + range.bytes;
+      load(here + first * (plain ? bytes_of(held) : 1), held, n, v.data());
       if (!plain) {
         const float scale = e8m0_value(static_cast<uint8_t>(row[range.exponents + first / block]));
         scale_tiles(v.data(), n, n, &scale);

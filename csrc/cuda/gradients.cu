@@ -24,6 +24,7 @@ struct Table {
   int32_t rows, inner;
   int64_t row_bytes, block;
   bool padded;  // the row ends with a padding byte, which this launch clears
+  bool by_range;  // as in Wire
 };
 
 struct Work {
@@ -282,8 +283,10 @@ __global__ void __launch_bounds__(WIRE_THREADS, 3) decode_ranges(const __grid_co
   const WireRange& range = table.ranges[work.range];
   const int64_t left = elements_left(range, work.row, work.first, table.each[work.range]);
   if (left == 0) return;
-  const uint8_t* row = wire + row_at(table) * table.row_bytes;
-  const int64_t step = table.rows * table.row_bytes;
+  constexpr int64_t WIDTH = F == Format::FP32 ? 4 : 2;  // of plain elements
+  // `range.bytes` is added to the row: sender 0's elements of the range are at senders * range.bytes.
+  const uint8_t* row = wire + (table.by_range ? (senders - 1) * range.bytes : row_at(table) * table.row_bytes);
+  const int64_t step = table.by_range ? range.size * WIDTH : table.rows * table.row_bytes;
   float* out = reinterpret_cast<float*>(range.data) + work.row * range.stride + work.first;
   if (!table.vectors[work.range]) {
 #pragma unroll 1
@@ -308,6 +311,7 @@ bool by_vectors(const Wire& wire, const WireRange& range, const void* bytes) {
   const int64_t held = range.held == Format::FP32 ? 16 : 8;
   const bool coded = range.exponents >= 0;
   const int64_t sent = coded ? 4 : plain_of(wire.format) == Format::FP32 ? 16 : 8;
+  if (wire.by_range && range.size * (sent / 4) % sent != 0) return false;  // of each sender
   return (!coded || wire.block == BLOCK) && aligned(range.data, held) && range.stride * (held / 4) % held == 0 &&
          aligned(bytes, sent) && wire.row_bytes % sent == 0 && range.bytes % sent == 0;
 }
@@ -321,7 +325,7 @@ void for_tables(const Wire& wire, const void* bytes, int64_t each, bool encodes,
     Table table{};
     table.rows = static_cast<int32_t>(wire.rows), table.inner = static_cast<int32_t>(wire.inner),
      table.row_bytes = wire.row_bytes, table.block = wire.block;
-    table.padded = wire.padded && begin == 0;
+    table.padded = wire.padded && begin == 0, table.by_range = wire.by_range;
     for (size_t i = begin; i < wire.ranges.size() && table.count < TABLE; ++i) {
       const WireRange& range = wire.ranges[i];
       const int at = table.count++;
@@ -364,9 +368,10 @@ Tensor encode_gradients(std::vector<Tensor> parts, int64_t rows, std::vector<int
 }
 
 void decode_gradients(const Tensor& given, std::vector<Tensor> parts, std::vector<int64_t> sizes,
-                      std::vector<int64_t> coded, std::string format, int64_t block, int64_t senders, int64_t inner) {
+                      std::vector<int64_t> coded, std::string format, int64_t block, int64_t senders, int64_t inner,
+                      bool by_range) {
   const Tensor sent = dense(given);
-  const Wire wire = wire_of_sent(sent, parts, sizes, coded, format, block, senders, inner);
+  const Wire wire = wire_of_sent(sent, parts, sizes, coded, format, block, senders, inner, by_range);
   if (wire.rows == 0) return;
   const uint8_t* bytes = data_of<uint8_t>(sent);
   with_codes(wire.format, [&](auto tag) {

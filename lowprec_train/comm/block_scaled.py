@@ -51,6 +51,10 @@ class BlockScaledCodec:
     def exact(self) -> bool:
         return self.format is FP32
 
+    @property
+    def sends_bf16(self) -> bool:
+        return self.format is BF16
+
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
         """Return the layout as sent. Without scales there are no blocks, so a row is one range."""
         return layout if self.format.scaled else FlatLayout.plain(layout.size)
@@ -67,11 +71,17 @@ class BlockScaledCodec:
     def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> None:
         """Return None: blocks have their own scales, which are sent with them."""
 
+    def sends_unchanged(self, parts: Sequence[Tensor], rows: int, layout: FlatLayout) -> bool:
+        if self.format.scaled:
+            return False
+        sizes = [each.size for each in layout.ranges] if len(parts) > 1 else [layout.size]
+        return all(self._unchanged(part, rows * size) for part, size in zip(parts, sizes, strict=True))
+
     def encode(
         self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
     ) -> Tensor:
         """Encode in one pass, or return the elements as bytes if they are sent unchanged."""
-        if inner == 1 and len(parts) == 1 and self._sent_unchanged(parts[0], rows * layout.size):
+        if inner == 1 and len(parts) == 1 and self.sends_unchanged(parts, rows, layout):
             return parts[0].view(torch.uint8).view(rows, -1)
         encode = torch.ops.lowprec.encode_gradients
         return encode(parts, rows, *self._table(parts, layout), self.format.name, self.block, inner)
@@ -85,10 +95,11 @@ class BlockScaledCodec:
         *,
         senders: int = 1,
         inner: int = 1,
+        by_range: bool = False,
     ) -> None:
         """Decode in one pass, for any number of senders."""
         decode = torch.ops.lowprec.decode_gradients
-        decode(wire, parts, *self._table(parts, layout), self.format.name, self.block, senders, inner)
+        decode(wire, parts, *self._table(parts, layout), self.format.name, self.block, senders, inner, by_range)
 
     def _table(self, parts: Sequence[Tensor], layout: FlatLayout) -> tuple[list[int], list[int]]:
         """Return the ranges of `parts` as ops take them: the layout's, or the whole row as one without scales."""
@@ -98,9 +109,8 @@ class BlockScaledCodec:
             return self.wire_layout(layout).table()
         return [each.size for each in layout.ranges], [0] * len(layout.ranges)
 
-    def _sent_unchanged(self, part: Tensor, size: int) -> bool:
-        plain = not self.format.scaled and part.dtype == self.format.carrier
-        return plain and part.is_contiguous() and part.numel() == size and size * part.itemsize % 2 == 0
+    def _unchanged(self, part: Tensor, size: int) -> bool:
+        return part.dtype == self.format.carrier and part.is_contiguous() and part.numel() == size
 
     def __str__(self) -> str:
         return f"{self.format.name}[{self.block}]" if self.format.scaled else self.format.name

@@ -1,12 +1,12 @@
 """Reduce-scatter and all-reduce of gradients in a codec's wire format.
 
-    reduce_scatter   encode | all-to-all of bytes | decode and sum in rank order
+    reduce_scatter   encode, unless elements are sent as they lie | all-to-all of bytes | decode and sum in rank order
     all_reduce       reduce_scatter, then encode again | all-gather | decode
 
 If the codec chooses so, from sizes that all ranks know (`GradCodec.sends_whole`), `all_reduce` instead gathers every
 whole contribution and every rank sums them: one rounding instead of two.
 
-Each step is one operation over the whole buffer, for any number of parameters and ranks. Only uint8 is sent: gloo has
+Each step is one operation for all parameters and ranks. Only uint8 is sent: gloo has
 no FP8, and a network that reduces byte views would add codes. Every rank adds in rank order, so results have the same
 bits on every rank. With one rank nothing is rounded. If the ranks are on several nodes, sums are made inside each node
 first, encoded again, and exchanged between nodes (nodes.py).
@@ -28,7 +28,7 @@ from torch import Tensor
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.nodes import Links, Nodes, links, ring
-from lowprec_train.comm.process_group import ALL_GATHER, DistributedGroup
+from lowprec_train.comm.process_group import ALL_GATHER, DistributedGroup, all_to_all_each
 
 
 class Reduced(NamedTuple):
@@ -201,6 +201,9 @@ def _scattered(
     """
     if nodes.inside is not None:
         return _scattered_by_node(parts, of_parts, out, nodes, codec, row)
+    if codec.sends_unchanged(parts, nodes.ranks, of_parts):
+        wire, sums = _exchanged_each(parts, nodes), of_parts.pieces(out)
+        return Reduced(out, codec.decode(wire, sums, of_parts, senders=nodes.ranks, by_range=True))
     wire = _exchanged(codec.encode(parts, nodes.ranks, of_parts, scales), nodes.whole)
     return Reduced(out, codec.decode(wire, row.pieces(out), row, scales, senders=nodes.ranks))
 
@@ -222,6 +225,14 @@ def _exchanged(wire: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     arrived = torch.empty_like(wire)
     dist.all_to_all_single(arrived, wire, group=group)
     return arrived
+
+
+def _exchanged_each(parts: Sequence[Tensor], nodes: Nodes) -> Tensor:
+    """Send equal parts of each tensor to all ranks; return the bytes from every rank, one tensor after the other."""
+    sent = [part.view(torch.uint8).view(-1) for part in parts]
+    arrived = sent[0].new_empty(sum(each.numel() for each in sent))
+    all_to_all_each(list(zip(arrived.split([each.numel() for each in sent]), sent)), nodes.whole)
+    return arrived.view(nodes.ranks, -1)
 
 
 def _gathered(wire: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -35,6 +35,10 @@ class GradCodec(Protocol):
         """Whether nothing is rounded."""
 
     @property
+    def sends_bf16(self) -> bool:
+        """Whether all elements are sent in BF16: gradients in BF16 are then sent as they are."""
+
+    @property
     def shares_scales(self) -> bool:
         """Whether all ranks use the same scales, with a head-room mu, and sums can saturate."""
 
@@ -52,6 +56,9 @@ class GradCodec(Protocol):
         mu: head-room in [1 / ranks, 1], 0-dim FP32, of codecs that share scales.
         """
 
+    def sends_unchanged(self, parts: Sequence[Tensor], rows: int, layout: FlatLayout) -> bool:
+        """Return whether the elements of a layout are sent as they lie, each range for itself, without `encode`."""
+
     def encode(
         self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
     ) -> Tensor:
@@ -66,8 +73,10 @@ class GradCodec(Protocol):
         *,
         senders: int = 1,
         inner: int = 1,
+        by_range: bool = False,
     ) -> Tensor | None:
-        """Write to `parts`, FP32, the sums of the rows of `senders`, in their order. wire: the senders' rows in turn.
+        """Write to `parts`, FP32, the sums of the rows of `senders`, in their order. wire: the senders' rows in turn;
+        or `by_range`, one row of each, unchanged: each range of all senders in turn.
 
         Returns the number of codes at the maximum in these sums, 0-dim int64; None if the sums are not codes.
         """

@@ -11,7 +11,8 @@ of torch.compile, on gloo and on NCCL. They have no public name (decision 0017).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,17 @@ def all_gather_each(pairs: Iterable[tuple[Tensor, Tensor]], group: dist.ProcessG
     with dist._coalescing_manager(group=group):
         for gathered, shard in pairs:
             ALL_GATHER(gathered.view(-1).view(torch.uint8), shard.view(-1).view(torch.uint8), group=group)
+
+
+def all_to_all_each(pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Exchange several tensors: (arrived, sent), contiguous, an equal part of each for every rank. NCCL does it in one
+    collective, for which the current stream waits.
+    """
+    device = pairs[0][0].device
+    together = device.type == "cuda" and len(pairs) > 1
+    with dist._coalescing_manager(group=group, device=device) if together else nullcontext():
+        for arrived, sent in pairs:
+            dist.all_to_all_single(arrived, sent, group=group)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class SharedScaleCodec:
     format: Format = E4M3
     every_addition: bool = True
 
-    block, exact, shares_scales = 1, False, True
+    block, exact, sends_bf16, shares_scales = 1, False, False, True
 
     def __post_init__(self) -> None:
         if self.format not in (E4M3, E5M2):
@@ -76,6 +76,9 @@ class SharedScaleCodec:
         _, scale = quantize(amax[:, None], self.format.name, [1, 1], "POW2", 1.0, 0, "nearest", None, None)
         return mu / scale[:, 0]
 
+    def sends_unchanged(self, parts: Sequence[Tensor], rows: int, layout: FlatLayout) -> bool:
+        return False
+
     def encode(
         self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
     ) -> Tensor:
@@ -93,9 +96,10 @@ class SharedScaleCodec:
         *,
         senders: int = 1,
         inner: int = 1,
+        by_range: bool = False,
     ) -> Tensor:
         """Decode and sum. Sums of codes of several senders are codes themselves."""
-        assert scales is not None and inner == 1
+        assert scales is not None and inner == 1 and not by_range
         decode, every = torch.ops.lowprec.decode_gradients_by, self.every_addition
         return decode(wire, parts, *layout.table(), scales, self.format.name, senders, every)
 

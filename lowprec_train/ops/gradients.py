@@ -7,6 +7,9 @@ the last one padded with zeros; a block has one scale, a power of two rounded up
 elements are sent in BF16, or in FP32 if the format is FP32. A row has an even number of bytes, so that plain elements
 are aligned in every row.
 
+A row without codes may be sent range by range, from where its elements lie: a wire `by_range` has the elements of range
+0 from all senders, then those of range 1, and so on.
+
 The order of rows in memory is [inner, rows / inner]: row r is at (r % inner) (rows / inner) + r / inner. With inner = 1
 rows are in order; with the ranks of a node as `inner`, rows for the same-numbered ranks of all nodes are neighbours.
 """
@@ -56,17 +59,24 @@ def encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: 
     return made
 
 
-def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner):  # type: ignore[no-untyped-def]
+def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner, by_range=False):  # type: ignore[no-untyped-def]
     """Sum rows from several senders, and write the sums to `parts`.
 
-    wire: uint8 [senders * rows, row_bytes], the rows of each sender together. parts: as in `encode_gradients`, FP32.
-    Rows are decoded and added in the order of the senders, in FP32.
+    wire: uint8 [senders * rows, row_bytes], the rows of each sender together; or `by_range`, with one row of each
+    sender and no codes. parts: as in `encode_gradients`, FP32. Rows are decoded and added in the order of the senders,
+    in FP32.
     """
     if wire.shape != (len(wire), row_bytes(sizes, coded, format, block)) or len(wire) % senders:
         raise ValueError(
             f"gradients of shape {tuple(wire.shape)} are not rows of {senders} senders with ranges of {sizes}"
         )
     rows = len(wire) // senders
+    if by_range:
+        if rows != 1 or any(coded):
+            raise ValueError(f"only one row without codes is sent range by range, not {rows} with codes in {coded}")
+        widths = [size * plain_bytes(format) for size in sizes]
+        sent = wire.flatten()[: senders * sum(widths)].split([senders * width for width in widths])
+        wire = torch.cat([each.view(senders, -1) for each in sent], 1)
     each = wire.unflatten(0, (senders, rows))[:, places(rows, inner)]
     ends = {0: 0, 1: plain_bytes(format) * sum(s for s, has_codes in zip(sizes, coded, strict=True) if not has_codes)}
     scales = ends[1] + sum(-(-s // block) * block for s, has_codes in zip(sizes, coded, strict=True) if has_codes)

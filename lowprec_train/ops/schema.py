@@ -112,8 +112,8 @@ SCHEMAS = {
         "(Tensor[] parts, int rows, int[] sizes, int[] coded, str format, int block, int inner) -> Tensor"
     ),
     "decode_gradients": (
-        "(Tensor wire, Tensor(a!)[] parts, int[] sizes, int[] coded, str format, int block, int senders, int inner)"
-        " -> ()"
+        "(Tensor wire, Tensor(a!)[] parts, int[] sizes, int[] coded, str format, int block, int senders, int inner,"
+        " bool by_range=False) -> ()"
     ),
     "encode_gradients_by": "(Tensor[] parts, int rows, int[] sizes, int[] coded, Tensor scales, str format) -> Tensor",
     "decode_gradients_by": (

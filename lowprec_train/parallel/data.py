@@ -27,6 +27,7 @@ from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce
 from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.fsdp_units import fsdp_units
+from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
@@ -36,6 +37,16 @@ from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.parallel.weight_amax import WeightAmax
 
 GRAD_REDUCE = ("last_microbatch", "every_microbatch")
+
+
+def grad_dtype(codec: GradCodec, *, grad_reduce: str, micro_batches: int) -> torch.dtype | None:
+    """Return the dtype in which GEMMs write the gradients of all-gathered weights; None: that of the parameters.
+
+    It is BF16 if each of these gradients is sent in BF16: rounded by the GEMM or by the codec, the bytes are the same.
+    micro_batches: of a step on each rank. With several, gradients that are reduced after the last one are summed first.
+    """
+    at_once = micro_batches == 1 or grad_reduce == "every_microbatch"
+    return torch.bfloat16 if at_once and codec.sends_bf16 else None
 
 
 def shard(

@@ -106,3 +106,11 @@ class GatherMemory:
             unit.free()
         self._events += self._read.values()
         self._read.clear()
+
+
+def read_by_current_stream(tensors: Sequence[Tensor]) -> None:
+    """Keep the memory of tensors that another stream has made until the current stream has read them."""
+    if on_gpu := [tensor for tensor in tensors if tensor.is_cuda]:
+        stream = torch.cuda.current_stream()  # slow: it is asked for once
+        for tensor in on_gpu:
+            tensor.record_stream(stream)

@@ -1,7 +1,7 @@
 """All-gather of quantised weights in FSDP2, by extension functions on the sharded parameters.
 
     shard, FP32 -> BF16 -> (codes, scales), once per step -> every all-gather -> the layer's GEMMs       W
-    leaf <- dW, FP32  -> reduce-scatter -> the shard's gradient -> the estimator's slope, once per step
+    leaf <- dW        -> reduce-scatter -> the shard's gradient -> the estimator's slope, once per step
 
 `all_gather_format` chooses the format. `QuantizedAllGather.prepare` quantises before the first micro-batch of a step
 and before an evaluation. Every all-gather sends the result, into the tensors that the GEMMs read
@@ -43,7 +43,7 @@ from lowprec_train.parallel.fsdp_parameters import (
     stays_gathered,
     with_extensions,
 )
-from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
+from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather, read_by_current_stream
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.estimators import Estimator, StraightThrough
 from lowprec_train.precision.linear import Linear
@@ -56,7 +56,8 @@ class QuantizedAllGather:
     """All-gathers the weights of the linear layers of `model` as `param_all_gather` says ("auto", "bf16", "quantized").
 
     model: sharded, allocated, before its first forward pass. dtype: of its residual stream. shards: the group of
-    dp_shard. parts: the group of tp, if layers are divided.
+    dp_shard. parts: the group of tp, if layers are divided. grad_dtype: in which GEMMs write gradients; None: that of
+    the parameters.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class QuantizedAllGather:
         dtype: torch.dtype,
         shards: dist.ProcessGroup,
         parts: dist.ProcessGroup | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self._coded, self._dtype = param_all_gather in CODED, dtype
         self._units = fsdp_units(model)
@@ -74,8 +76,9 @@ class QuantizedAllGather:
         self._groups = {name: DistributedGroup.of(group) for name, group in groups.items()}
         tops = [(unit, top) for unit in self._units for top in modules_of(unit)]
         owners = {module: unit for unit, top in tops for module in top.modules()}  # inner units last
+        options: dict[str, Any] = {"param_all_gather": param_all_gather, "dtype": dtype, "grad_dtype": grad_dtype}
         self.weights = {
-            name: _Weight(module, owners[module], param_all_gather=param_all_gather, dtype=dtype, shards=shards.size())
+            name: _Weight(module, owners[module], shards=shards.size(), **options)
             for name, module in model.named_modules()
             if isinstance(module, Linear) and "weight" in dict(module.named_parameters(recurse=False))
         }
@@ -179,7 +182,14 @@ class _Weight:
     """One layer's weight: this rank's shard, its format, and the two functions that FSDP2 calls."""
 
     def __init__(
-        self, linear: Linear, unit: FSDPModule, *, param_all_gather: str, dtype: torch.dtype, shards: int
+        self,
+        linear: Linear,
+        unit: FSDPModule,
+        *,
+        param_all_gather: str,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype | None,
+        shards: int,
     ) -> None:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
@@ -187,6 +197,7 @@ class _Weight:
         self.shard = with_extensions(parameter, self._pre_all_gather, self._post_all_gather)
         self._shape = (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
+        self._grad_dtype = grad_dtype
         self._split = None if linear.split is None else linear.split.dim
         self._format = self.current_format()
         self._values: Tensor | None = None  # what is gathered: its memory comes and goes
@@ -314,7 +325,7 @@ class _Weight:
         assert self._sending is not None
         sent, coded = self._sending.wide, self._format.quantizer is not None
         if self._sending is not self._sent:
-            _read_by_current_stream(sent)
+            read_by_current_stream(sent)
         if self._values is None:
             dtype = torch.uint8 if coded else sent[0].dtype
             self._values = torch.empty(self._shape, dtype=dtype, device=self.shard.device)
@@ -343,23 +354,23 @@ class _Weight:
         self, gathered: Sequence[Tensor], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Give the layer its weight. out: None at the first call, which returns the tensor that FSDP2 uses as the
-        parameter from then on, and the tensors that it frees and allocates for it. dtype: of gradients.
+        parameter from then on, and the tensors that it frees and allocates for it. dtype: of gradients, if no other
+        one was given.
         """
         first = out is None
         if first and not self.in_place:
             self._values = gathered[0]
         assert self._values is not None
         if self._leaf is None:
-            self._leaf = self._with_grad_hook(
-                torch.zeros((), dtype=dtype, device=self.shard.device).expand(self._shape)
-            )
+            zero = torch.zeros((), dtype=self._grad_dtype or dtype, device=self.shard.device)
+            self._leaf = self._with_grad_hook(zero.expand(self._shape))
         if self._format.quantizer is None:
             if first:
                 self._plain = self._with_grad_hook(self._values[: self._shape[0]].detach())
             self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._plain,))
             return (self._values, ()) if first else None
         own = self._sent is not None and known is self._sent.known  # made by `prepare`, on this stream
-        _read_by_current_stream((*(() if own else known), *((self._scales,) if self._format.sends_scales else ())))
+        read_by_current_stream((*(() if own else known), *((self._scales,) if self._format.sends_scales else ())))
         scales = self._scales.view(known[0].dtype) if self._format.sends_scales else known[0]
         codes = self._values.view(self._format.quantizer.format.carrier)
         self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=True, tensors=(codes, scales, *known[1:]))
@@ -382,14 +393,6 @@ class _Weight:
             parameter.grad = gradient
         else:
             parameter.grad += gradient
-
-
-def _read_by_current_stream(tensors: Sequence[Tensor]) -> None:
-    """Keep the memory of tensors that another stream has made until the current stream has read them."""
-    if on_gpu := [tensor for tensor in tensors if tensor.is_cuda]:
-        stream = torch.cuda.current_stream()  # slow: it is asked for once
-        for tensor in on_gpu:
-            tensor.record_stream(stream)
 
 
 def _bytes(x: Tensor) -> Tensor:

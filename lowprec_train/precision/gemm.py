@@ -24,6 +24,7 @@ from torch import Tensor
 from lowprec_train.group import rounded
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import POWERS_OF_TWO, WHOLE, Quantized, Quantizer, ScaleRule
+from lowprec_train.ops import tensor_cores
 from lowprec_train.ops.block_scaled import BLOCKS, K_STEP, N_STEP
 from lowprec_train.ops.ladder import BLOCK as LADDER_BLOCK
 from lowprec_train.ops.reference import FOLD_SPAN, FP8, to_float
@@ -211,7 +212,7 @@ def multiply(
         return torch.ops.lowprec.block_scaled_mm(a.codes, *how)
     if path is Path.FP8_FOLDED:
         a, b = _folded(a), _folded(b)
-    return torch.ops.lowprec.scaled_mm(a.codes, a.scale, b.codes, b.scale, split_accumulation, dtype)
+    return tensor_cores.multiply(a.codes, a.scale, b.codes, b.scale, split_accumulation, dtype)
 
 
 def _carried(x: Quantized | Tensor) -> Quantized | Tensor:

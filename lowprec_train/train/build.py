@@ -265,9 +265,9 @@ def trainer(
         ),
         data_parallel=distribution.data_parallel(
             model,
-            grad_reduce=run.parallel.grad_reduce,
+            run.parallel,
             reduction=construct(run.comm, "comm"),
-            param_all_gather=run.parallel.param_all_gather,
+            micro_batches=run.micro_batches(distribution.sizes.dp),
             whole_sum=whole_sum,
         ),
         placements=distribution.placements,

@@ -54,7 +54,7 @@ def optimizer(
     options: dict[str, Any] = {"codecs": codecs(run), "backend": run.optim.backend, "shards": shards}
     options |= {"offload": run.optim.offload, "device": device}
     made = CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **options)
-    single = dp is not None and run.tokens_per_step <= run.micro_batch * run.data["seq_len"] * dp
+    single = dp is not None and run.micro_batches(dp) == 1
     if single and not run.optim.grad_accumulation:  # sums of gradients in codes are given back in FP32
         for parameter in (each for each in model.parameters() if each.dtype != torch.float32):
             parameter.grad_dtype = parameter.dtype

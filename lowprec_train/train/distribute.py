@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.comm import fsdp
 from lowprec_train.comm.fsdp_units import fsdp_units
 from lowprec_train.comm.process_group import DistributedGroup, GroupProduct
+from lowprec_train.config import ParallelConfig
 from lowprec_train.group import Group
 from lowprec_train.model.transformer import Transformer, fill_whole
 from lowprec_train.optim.accumulation import GradientSum
@@ -63,15 +64,16 @@ class Distribution:
     def data_parallel(
         self,
         model: Transformer,
+        parallel: ParallelConfig,
         *,
-        grad_reduce: str,
         reduction: fsdp.Reduction,
-        param_all_gather: str,
+        micro_batches: int,
         whole_sum: Callable[[int], GradientSum] | None = None,
     ) -> DataParallelContext:
-        """Return the communication of a training step. From now on weights are all-gathered as `param_all_gather` says,
-        and `reduction` reduces gradients. Shards are stored in the dtype to which `fully_shard` rounds them; call it
-        after the optimizer has rounded them. whole_sum: as in `parallel.data.DataParallel`.
+        """Return the communication of a training step. From now on weights are all-gathered and gradients reduced as
+        `parallel` and `reduction` say. Shards are stored in the dtype to which `fully_shard` rounds them; call it after
+        the optimizer has rounded them. micro_batches: of a step on each rank. whole_sum: as in
+        `parallel.data.DataParallel`.
         """
         if self.mesh is None:
             return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
@@ -86,10 +88,13 @@ class Distribution:
         if self.sizes.dp > 1:
             all_gather = QuantizedAllGather.of(
                 model,
-                param_all_gather=param_all_gather,
+                param_all_gather=parallel.param_all_gather,
                 dtype=model.dtype,
                 shards=self.mesh.group("dp_shard"),
                 parts=parts,
+                grad_dtype=data.grad_dtype(
+                    reduction.codec, grad_reduce=parallel.grad_reduce, micro_batches=micro_batches
+                ),
             )
         weight_amax = None
         if self.sizes.tp > 1:
@@ -100,7 +105,7 @@ class Distribution:
             model,
             self.mesh,
             reducer,
-            grad_reduce=grad_reduce,
+            grad_reduce=parallel.grad_reduce,
             partial=partial,
             all_gather=all_gather,
             weight_amax=weight_amax,

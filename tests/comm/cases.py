@@ -54,13 +54,22 @@ def summed(codec, wire, layout, scales=None):
 
 @dataclass(frozen=True)
 class Case:
-    """One reduction: `kind` is the collective's name."""
+    """One reduction: `kind` is the collective's name. apart: each range is a tensor of its own."""
 
     kind: str
     codec: GradCodec
     flats: list[torch.Tensor]
     layout: FlatLayout = ROW
     mu: float = 1.0
+    apart: bool = False
+
+    def given(self, rank, device="cpu"):
+        """What a rank puts in."""
+        flat = self.flats[rank].to(device)
+        if not self.apart:
+            return flat
+        pieces = flat.view(-1, self.layout.size).split([each.size for each in self.layout.ranges], 1)
+        return [piece.flatten() for piece in pieces]
 
 
 def of_two_ranks(case):
@@ -101,6 +110,10 @@ def _awkward():
         "zeros": Case("reduce_scatter", e4m3, zeros),
         "one-rank-zero": Case("reduce_scatter", e4m3, silent),
         "bf16-gradients": Case("reduce_scatter", e4m3, [flat.bfloat16() for flat in wide]),
+        "parts-of-fp32": Case("reduce_scatter", BlockScaledCodec(FP32), wide, apart=True),
+        "parts-of-bf16": Case("reduce_scatter", BlockScaledCodec(BF16), [x.bfloat16() for x in wide], apart=True),
+        "parts-of-fp32-in-bf16": Case("reduce_scatter", BlockScaledCodec(BF16), wide, apart=True),
+        "parts-in-e4m3": Case("reduce_scatter", e4m3, wide, apart=True),
         "vectors": Case("reduce_scatter", e4m3, few, layout=VECTORS),
         "vectors-shared": Case("reduce_scatter", SharedScaleCodec(), few, layout=VECTORS),
         "matrices-shared": Case("all_reduce", SharedScaleCodec(), gradients(300), layout=row(300)),

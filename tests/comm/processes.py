@@ -12,9 +12,8 @@ from tests.comm.cases import CASES, RANKS, ROW, Case, gradients, of_two_ranks
 
 def run(case, rank, device="cpu"):
     """This rank's result, on the CPU."""
-    collective, flat = getattr(collectives, case.kind), case.flats[rank].to(device)
-    mu = torch.tensor(case.mu, device=device)
-    found = collective(flat, None, case.codec, case.layout, mu=mu)
+    collective, mu = getattr(collectives, case.kind), torch.tensor(case.mu, device=device)
+    found = collective(case.given(rank, device), None, case.codec, case.layout, mu=mu)
     return found.total.cpu() if found.at_maximum is None else (found.total.cpu(), share(found, case).cpu())
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lowprec_train.ops import cases, library, reference
+from lowprec_train.ops import activations, cases, library, reference
 from lowprec_train.ops.schema import SCHEMAS, matrices
 
 
@@ -33,3 +33,9 @@ def test_a_tensor_that_is_no_matrix_is_refused(op):
                 getattr(overloads, name)(*arguments)
         with FakeTensorMode() as mode, pytest.raises(ValueError, match="is a matrix, not a tensor of shape"):
             overloads.default(*[mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments])
+
+
+def test_norms_and_activations_are_compared_within_a_bound():
+    """Their exponentials and sums have other bits on a GPU; the ops that return codes alone have none."""
+    computed = {op for op in SCHEMAS if hasattr(activations, op)}
+    assert computed - {"group_codes"} == cases.BOUNDED and "gelu_of_codes" in computed

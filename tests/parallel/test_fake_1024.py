@@ -44,9 +44,7 @@ def test_a_configuration_of_1024_gpus_builds(joined, layout, rank):
     model = laid_out.model
     assert cut.sizes.processes == PROCESSES and all(parameter.is_meta for parameter in model.parameters())
     assert sum(isinstance(module, FSDPModule) for module in model.modules()) == run.model.layers + 2
-    context = cut.data_parallel(
-        model, grad_reduce="last_microbatch", reduction=build.construct(run.comm), param_all_gather="fp32"
-    )
+    context = cut.data_parallel(model, run.parallel, reduction=build.construct(run.comm), micro_batches=2)
     assert (context.count, context.index) == (cut.sizes.dp, rank // cut.sizes.tp)
     shards, subject = cut.shards(model), Subject(run=run, gpus=PROCESSES)
     parts = {weight.name: weight.mine(subject.sizes) for weight in subject.weights}

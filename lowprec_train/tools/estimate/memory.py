@@ -179,6 +179,15 @@ def gathered(subject: Subject, *, last_block: int) -> int:
     return rounded + staying + sum(blocks[: last_block // together + 1])
 
 
+def sent_unchanged(subject: Subject, reduction: Reduction, matrices: Sequence[Weight]) -> bool:
+    """Return whether the gradients of these are sent from where they lie (`GradCodec.sends_unchanged`)."""
+    codec, ranks = reduction.codec, subject.sizes.dp_shard
+    size = BF16 if codec.sends_bf16 else FP32 if codec.exact else None
+    made = {subject.gradient_size(w, codec) for w in matrices}
+    equal = all(w.part(subject.sizes.tp)[0] % ranks == 0 for w in matrices)
+    return made == {size} and equal and traffic.node_size(reduction) >= ranks
+
+
 class Gradients:
     """Bytes of gradients between the first backward pass and the update.
 
@@ -215,18 +224,20 @@ class Gradients:
 
     def whole(self, weights: Sequence[Weight]) -> int:
         """Return the bytes of a unit's gradients as they are made. They are freed when the next unit is reduced."""
-        return sum(math.prod(w.part(self._sizes.tp)) * self._subject.gradient_size(w) for w in weights if w.matrix)
+        tp, codec, matrices = self._sizes.tp, self._reduction.codec, [w for w in weights if w.matrix]
+        return sum(math.prod(w.part(tp)) * self._subject.gradient_size(w, codec) for w in matrices)
 
     def in_reduction(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of a unit's gradients as they are made, and of what a rank sends and receives in their
-        reduction, its own part included.
+        """Return the bytes of a unit's gradients as they are made, and of what a rank sends, if that is something else,
+        and receives in their reduction, its own part included.
         """
         matrices, ranks = [w for w in weights if w.matrix], self._sizes.dp_shard
         if ranks == 1 or not matrices:
             return self.whole(weights)
         layout = traffic.layout(matrices, self._sizes, self._reduction)
         sent = reduce_scatter_bytes(self._reduction.codec, layout, ranks)
-        return self.whole(weights) + 2 * sent * ranks // (ranks - 1)
+        buffers = 1 if sent_unchanged(self._subject, self._reduction, matrices) else 2
+        return self.whole(weights) + buffers * sent * ranks // (ranks - 1)
 
     def _alone(self, weight: Weight) -> int:
         """Return the bytes of a gradient from autograd, and of an FP32 copy if one is made."""

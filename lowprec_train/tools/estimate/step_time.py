@@ -33,7 +33,7 @@ from lowprec_train.precision.gemm import Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.device import Device
-from lowprec_train.tools.estimate.memory import states
+from lowprec_train.tools.estimate.memory import sent_unchanged, states
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import between_nodes, traffic, units
 
@@ -56,7 +56,7 @@ def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights
     times = {name: subject.micro_batches * seconds for name, seconds in pass_.times().items()}
     times["optimizer"] = optimizer(subject, device)
     times["accumulation"] = accumulation(subject, device)
-    times |= _sharding(subject, device)
+    times |= _sharding(subject, reduction, device)
     busy = sum(times.values())
     kernels = pass_.kernels * subject.micro_batches
     times["communication"] = communication(subject, reduction, device, busy)
@@ -235,7 +235,7 @@ def accumulation(subject: Subject, device: Device) -> float:
     return subject.micro_batches * sum(map(math.prod, parts)) * (BF16 + FP32 + FP32) / device.memory
 
 
-def _sharding(subject: Subject, device: Device) -> Seconds:
+def _sharding(subject: Subject, reduction: Reduction, device: Device) -> Seconds:
     """Return the seconds to round shards in every step, to copy weights that are gathered as stored in every
     micro-batch, and to encode, decode and sum gradients at every reduction.
     """
@@ -246,7 +246,11 @@ def _sharding(subject: Subject, device: Device) -> Seconds:
     copied = [w for w in matrices if subject.gather_format(w) is None]  # FSDP2's own all-gather
     gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in copied)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
-    encoded = sum(math.prod(w.part(subject.sizes.tp)) * (subject.gradient_size(w) + 2 * BF16) for w in matrices)
+    tp, codec = subject.sizes.tp, reduction.codec
+    coded = {
+        w: 0 if sent_unchanged(subject, reduction, [w]) else subject.gradient_size(w, codec) + BF16 for w in matrices
+    }
+    encoded = sum(math.prod(w.part(tp)) * (size + BF16) for w, size in coded.items())
     rounded = sum(math.prod(w.mine(subject.sizes)) for w in matrices if subject.rounded_bytes(w))
     moved = rounded * (FP32 + BF16) + subject.micro_batches * 2 * gathered + sums * (encoded + mine * FP32)
     return {"sharding": moved / device.sharding}

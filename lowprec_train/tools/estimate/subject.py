@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.config import Compile, ParallelConfig, RunConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
@@ -20,6 +21,7 @@ from lowprec_train.ops.codecs import StateCodecs
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.parallel import tensor
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
+from lowprec_train.parallel.data import grad_dtype
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import policy
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
@@ -131,7 +133,7 @@ class Subject:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches per step on each rank."""
-        return max(1, -(-self.run.tokens_per_step // (self.tokens * self.sizes.dp)))
+        return self.run.micro_batches(self.sizes.dp)
 
     @property
     def compiled(self) -> bool:
@@ -199,12 +201,16 @@ class Subject:
         """Return the bytes per element of a parameter in computation, and of its gradient from autograd."""
         return self.codecs_of(weight).master.parameter_dtype.itemsize
 
-    def gradient_size(self, weight: Weight) -> int:
-        """Return the bytes per element of a gradient from autograd: BF16 of a BF16 GEMM, else that of the parameter."""
+    def gradient_size(self, weight: Weight, codec: GradCodec) -> int:
+        """Return the bytes per element of a gradient from autograd: BF16 of a BF16 GEMM, or if `codec` sends it in BF16
+        as it is, else that of the parameter.
+        """
         recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
-        gathered = self.gather_format(weight)
-        plain = recipe is not None and recipe.takes_values and gathered is not None
-        return BF16 if plain else self.value_size(weight)
+        if recipe is None or self.gather_format(weight) is None:
+            return self.value_size(weight)
+        reduced = self.run.parallel.grad_reduce
+        dtype = grad_dtype(codec, grad_reduce=reduced, micro_batches=self.micro_batches)
+        return BF16 if recipe.takes_values or dtype is not None else self.value_size(weight)
 
     def stored_size(self, weight: Weight) -> int:
         """Return the bytes per element of a stored parameter: that of its values, but for sharded embeddings FP32."""

@@ -1,0 +1,106 @@
+"""Gradients that are sent in BF16 are written in BF16 by their GEMMs, and change no bit by that."""
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.fsdp import UnitSum
+from lowprec_train.comm.shared_scale import SharedScaleCodec
+from lowprec_train.numerics.formats import BF16, E4M3, FP32
+from lowprec_train.parallel import data
+from lowprec_train.parallel.data import grad_dtype
+from lowprec_train.train.launch import World
+from tests.distributed import run_distributed
+from tests.parallel.runs import LAYOUTS, MICRO, SEQ, SPLIT, TINY, Job, trained
+from tests.recipes import composed
+
+RECIPES = ("fp8", "coat", "fp4", "mxfp4", "mxfp4_fp8", "nvfp4", "averis")
+EACH, LAST = "parallel.grad_reduce=every_microbatch", "parallel.grad_reduce=last_microbatch"
+SENT = {name: (f"+recipe={name}", "comm=bf16") for name in RECIPES}
+SENT |= {"two, each": ("+recipe=fp8", "comm=bf16", EACH), "values": ("+recipe=bf16", "comm=bf16")}
+KEPT = {  # what is summed or rounded to other formats is written in FP32
+    "two, last": ("+recipe=fp8", "comm=bf16", LAST),
+    "in fp32": ("+recipe=fp8", "comm=fp32"),
+    "in fp8": ("+recipe=fp8", "comm=fp8"),
+    "shared scale": ("+recipe=fp8", "comm=fp8_lm"),
+    "as stored": ("+recipe=fp8", "comm=bf16", "parallel.param_all_gather=fp32"),
+}
+CASES = SENT | KEPT
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def job(case, sizes):
+    tokens = MICRO * SEQ * sizes.dp * (2 if case.startswith("two") else 1)
+    layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    grid = [f"parallel.{key}={value}" for key, value in layout.items()]
+    return Job(composed(*TINY, *SPLIT, *CASES[case], f"tokens_per_step={tokens}", "steps=3", *grid), torch.bfloat16)
+
+
+def work(rank, jobs, processes):
+    """case -> (what it computes, the same with gradients in FP32, dtypes of each unit's gradients, the root last)."""
+    found = {}
+    for case, each in jobs.items():
+        units = {}
+        reduce = UnitSum.reduce_scatter
+
+        def watched(self, gradients, units=units, reduce=reduce):
+            units.setdefault(self, set()).update(DTYPES.index(gradient.dtype) for gradient in gradients)
+            return reduce(self, gradients)
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(UnitSum, "reduce_scatter", watched))
+            first = trained(each, World(rank, processes, rank))
+        with mock.patch.object(data, "grad_dtype", lambda *args, **options: None):
+            found[case] = first, trained(each, World(rank, processes, rank)), list(units.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(once):
+    def of(layout):
+        sizes = LAYOUTS[layout]
+        jobs = {case: job(case, sizes) for case in (CASES if layout == "dp2" else ("fp8",))}
+        return once(f"gradients-{layout}", lambda: run_distributed(work, sizes, jobs, sizes.processes, timeout=480))
+
+    return of
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_gradients_sent_in_bf16_are_written_in_bf16(case, ranks):
+    for written, rounded, units in (rank[case] for rank in ranks("dp2")):
+        *blocks, root = units
+        assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks), "of the head and of each block"
+        assert root == {DTYPES.index(torch.float32)}, "of the embedding, which is no GEMM's"
+        assert written == rounded
+
+
+@pytest.mark.parametrize("layout", ["replicate2-shard2", "dp2-tp2"])
+def test_in_other_layouts(layout, ranks):
+    for written, rounded, (*blocks, _) in (rank["fp8"] for rank in ranks(layout)):
+        assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks)
+        assert written == rounded
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_other_gradients_stay_in_fp32(case, ranks):
+    for written, rounded, units in (rank[case] for rank in ranks("dp2")):
+        assert all(DTYPES.index(torch.float32) in unit for unit in units[1:])
+        assert written == rounded
+
+
+@pytest.mark.parametrize(
+    ("codec", "reduce", "micro_batches", "expected"),
+    [
+        (BlockScaledCodec(BF16), "last_microbatch", 1, torch.bfloat16),
+        (BlockScaledCodec(BF16), "last_microbatch", 2, None),
+        (BlockScaledCodec(BF16), "every_microbatch", 2, torch.bfloat16),
+        (BlockScaledCodec(FP32), "every_microbatch", 1, None),
+        (BlockScaledCodec(E4M3), "every_microbatch", 1, None),
+        (SharedScaleCodec(E4M3), "every_microbatch", 1, None),
+    ],
+)
+def test_the_dtype(codec, reduce, micro_batches, expected):
+    assert grad_dtype(codec, grad_reduce=reduce, micro_batches=micro_batches) == expected
