@@ -56,6 +56,7 @@ def shard(
     mesh: Mesh,
     *,
     reshard: bool,
+    forward_only: Sequence[nn.Module] = (),
     blocks_per_unit: int = 1,
     values: torch.dtype = torch.float32,
 ) -> list[FSDPModule]:
@@ -65,9 +66,10 @@ def shard(
     the host arrives at the unit: too late if the host is not ahead of the GPU.
 
     blocks: gathered and released unit by unit, `blocks_per_unit` of them in each but the last. staying: gathered one by
-    one and kept until their backward pass. Other matrices (embeddings, positions) belong to the root and stay gathered
-    during a pass. values: dtype to which matrices of units other than the root are rounded. If it is not FP32 they are
-    gathered in it, and the gradients of a micro-batch have it, as in one process whose parameters have that dtype.
+    one and kept until their backward pass. forward_only: whose backward passes need no weights (embeddings), gathered
+    one by one and released. Other matrices (positions, tied embeddings) belong to the root and stay gathered during a
+    pass. values: dtype to which matrices of `blocks` and `staying` are rounded. If it is not FP32 they are gathered in
+    it, and the gradients of a micro-batch have it, as in one process whose parameters have that dtype.
     """
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     rounded, exact = (
@@ -75,7 +77,8 @@ def shard(
         for dtype in (None if values == torch.float32 else values, None)
     )
     starts = range(0, len(blocks), blocks_per_unit)
-    units = [(list(blocks[first : first + blocks_per_unit]), reshard, rounded) for first in starts]
+    units = [([module], True, exact) for module in forward_only]
+    units += [(list(blocks[first : first + blocks_per_unit]), reshard, rounded) for first in starts]
     units += [([module], False, rounded) for module in staying]
     made: list[FSDPModule] = []
     for modules, again, policy in [*units, ([model], False, exact)]:
@@ -88,6 +91,8 @@ def shard(
         )
         assert isinstance(modules[0], FSDPModule)
         made.append(modules[0])
+    for unit in made[: len(forward_only)]:
+        unit.set_unshard_in_backward(False)
     for unit, following in pairwise([made[-1], *made[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
     register_fsdp_forward_method(model, "loss")

@@ -160,7 +160,14 @@ def distribute(
     if sizes.dp > 1:
         staying = data.units([model.head])
         data.shard(
-            model, list(model.blocks), staying, mesh, reshard=reshard, blocks_per_unit=blocks_per_unit, values=values
+            model,
+            list(model.blocks),
+            staying,
+            mesh,
+            reshard=reshard,
+            forward_only=[model.embedding] if staying else [],  # a tied head has no matrix, and needs the embedding's
+            blocks_per_unit=blocks_per_unit,
+            values=values,
         )
     placed = {
         name: Placed(shape=shape, tp=cuts.get(name), sharded=sizes.dp > 1 and len(shape) >= 2)

@@ -76,8 +76,8 @@ class Spy:
         self.bytes: dict[torch.dtype, int] = {}
         in_place_all_gather.all_gather_each = self.gather_each
         for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-            comm = unit._get_fsdp_state()._fsdp_param_group._all_gather_comm
-            if not isinstance(comm, in_place_all_gather.UnitAllGather):
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None and not isinstance(group._all_gather_comm, in_place_all_gather.UnitAllGather):
                 unit.set_custom_all_gather(self)
 
     def gather_each(self, pairs, group):

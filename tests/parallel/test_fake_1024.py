@@ -43,7 +43,7 @@ def test_a_configuration_of_1024_gpus_builds(joined, layout, rank):
     cut = build.distribution(run, laid_out, World(rank, PROCESSES, rank % 8), torch.device("cpu"))
     model = laid_out.model
     assert cut.sizes.processes == PROCESSES and all(parameter.is_meta for parameter in model.parameters())
-    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == run.model.layers + 2
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == run.model.layers + 3
     context = cut.data_parallel(model, run.parallel, reduction=build.construct(run.comm), micro_batches=2)
     assert (context.count, context.index) == (cut.sizes.dp, rank // cut.sizes.tp)
     shards, subject = cut.shards(model), Subject(run=run, gpus=PROCESSES)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.optim.shard import local
@@ -15,7 +16,7 @@ from lowprec_train.tools.estimate import memory
 from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.train import build
 from lowprec_train.train.launch import World
-from tests.parallel.runs import SPLIT, TINY, Walks
+from tests.parallel.runs import MICRO, SEQ, SPLIT, TINY, Walks
 from tests.recipes import composed
 from tests.train.standins import Corpus
 
@@ -27,8 +28,8 @@ CPU = torch.device("cpu")
 def trainer():
     """`trainer(overrides)` is that of rank 0, and its configuration."""
 
-    def made(*overrides):
-        run = composed("+recipe=fp8", *SPLIT, *TINY, *overrides)
+    def made(*overrides, sizes=SPLIT):
+        run = composed("+recipe=fp8", *sizes, *TINY, *overrides)
         laid_out = build.layout(run)
         distribution = build.distribution(run, laid_out, World(0, RANKS, 0), CPU)
         plans = laid_out.plans(CPU, shards=distribution.sizes.dp_shard)
@@ -84,3 +85,33 @@ def test_a_trainer_that_is_dropped_frees_its_model(trainer, overrides):
     del made
     gc.collect()
     assert model() is None
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_an_embedding_is_gathered_for_the_forward_pass_alone(trainer, reshard):
+    """Its backward pass needs no weight, and a gathered embedding of 7B in FP32 has half a GiB."""
+    _, made = trainer(
+        "comm=fp32", f"parallel.reshard_after_forward={reshard}", f"tokens_per_step={RANKS * MICRO * SEQ}"
+    )
+    group, seen = made.model.embedding._get_fsdp_state()._fsdp_param_group, []
+    gather = group._all_gather_comm
+
+    class Seen:
+        allocate = gather.allocate
+
+        def __call__(self, *arguments, **options):
+            seen.append("gathered")
+            return gather(*arguments, **options)
+
+    made.model.embedding.set_custom_all_gather(Seen())
+    made.model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(f"sharded {group.is_sharded}"))
+    made.model.blocks[0].register_full_backward_hook(lambda *_: seen.append(f"backward, sharded {group.is_sharded}"))
+    before = local(made.model.embedding.weight).clone()
+    made.step()
+    assert seen == ["gathered", "sharded True", "backward, sharded True"]
+    assert not torch.equal(before, local(made.model.embedding.weight))
+
+
+def test_a_tied_embedding_stays_for_the_head(trainer):
+    _, made = trainer("model=gpt_tiny", "comm=fp32", sizes=())
+    assert not isinstance(made.model.embedding, FSDPModule) and isinstance(made.model, FSDPModule)

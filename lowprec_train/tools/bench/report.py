@@ -84,11 +84,14 @@ def _linear(row: Mapping[str, Any], name: str) -> str:
     return ", ".join((number(ms[name], 3), *ratios))
 
 
+def _order(result: Result) -> str:
+    return "took turns within a group" if result.get("interleaved") else "ran one after another"
+
+
 def step(result: Result) -> list[str]:
     """Return a table with one row per contestant, the baseline once per group; then profiles."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
-    how = "took turns within a group" if result.get("interleaved") else "ran one after another"
-    lines = [f"{sizes}; {result['tokens_per_step']:,} tokens a step. Contestants {how}; medians.", ""]
+    lines = [f"{sizes}; {result['tokens_per_step']:,} tokens a step. Contestants {_order(result)}; medians.", ""]
     header = ("step", "group", "ms", "tokens/s", "x BF16 beside it", "x fastest BF16", "peak GiB", "loss")
     lines += table(header, (_step(row) for row in result["rows"]))
     slow = [row["name"] for row in result["rows"] if row.get("device_allocations")]
@@ -162,8 +165,8 @@ def parallel(result: Result) -> list[str]:
     """Return a table with one row per contestant, the baseline once per group; then profiles."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
     lines = [
-        f"{result['gpus']} GPUs; {sizes}; {result['tokens_per_step']:,} tokens a GPU and step. Contestants took turns "
-        "within a group; medians of the slowest rank. Host: until the host has launched the step. Exposed: "
+        f"{result['gpus']} GPUs; {sizes}; {result['tokens_per_step']:,} tokens a GPU and step. Contestants "
+        f"{_order(result)}; medians of the slowest rank. Host: until the host has launched the step. Exposed: "
         "communication beside which no kernel runs; idle: no kernel runs; both in a profile of rank 0. Limit: the same "
         "work without communication.",
         "",

@@ -161,15 +161,15 @@ def _chunk(subject: Subject) -> int:
 
 
 def gathered(subject: Subject, *, last_block: int) -> int:
-    """Return the bytes of weights that are all-gathered while `last_block` computes, and of this rank's shards in the
-    format that is sent.
+    """Return the bytes of weights that are all-gathered while the backward pass of `last_block` computes, and of this
+    rank's shards in the format that is sent.
     """
     if subject.sizes.dp_shard == 1:
         return 0
     own = any(subject.gather_format(weight) is not None for weight in subject.weights)
     rounded = sum(map(subject.rounded_bytes, subject.weights))
     together = subject.run.parallel.blocks_per_unit
-    units = traffic.units([w for w in subject.weights if w.matrix], together)
+    units = traffic.units([w for w in subject.weights if w.matrix and not w.forward_only], together)
     sizes = {name: sum(map(subject.gathered_bytes, unit)) for name, unit in units.items()}
     blocks = [size for name, size in sizes.items() if name.startswith("blocks.")]
     staying = sum(sizes.values()) - sum(blocks)

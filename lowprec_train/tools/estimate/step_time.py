@@ -274,7 +274,7 @@ def communication(subject: Subject, reduction: Reduction, device: Device, busy: 
 
 def unit_count(subject: Subject) -> int:
     """Return the number of FSDP2's units."""
-    return len(units(subject.weights, subject.run.parallel.blocks_per_unit))
+    return len(units((w for w in subject.weights if w.matrix), subject.run.parallel.blocks_per_unit))
 
 
 def host_link(subject: Subject, device: Device, times: Seconds) -> float:

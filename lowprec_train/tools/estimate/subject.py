@@ -40,13 +40,14 @@ MOST_GPUS = 1 << 20  # the ranks of every group are listed
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """One parameter. shape: unsharded. cut: the dimension that is sharded over tp, or None. indexed: an embedding,
-    whose states stay FP32.
+    whose states stay FP32. forward_only: an embedding that the head does not share; its backward pass needs no weight.
     """
 
     name: str
     shape: tuple[int, ...]
     cut: int | None = None
     indexed: bool = False
+    forward_only: bool = False
 
     @property
     def matrix(self) -> bool:
@@ -55,9 +56,11 @@ class Weight:
 
     @property
     def unit(self) -> str:
-        """The unit that is all-gathered together: "blocks.3", "head", or "" for the rest of the model."""
+        """The unit that is all-gathered together: "blocks.3", "head", "embedding", or "" for the rest of the model."""
         parts = self.name.split(".")
-        return ".".join(parts[:2]) if parts[0] == "blocks" else "head" if parts[0] == "head" else ""
+        if parts[0] == "blocks":
+            return ".".join(parts[:2])
+        return "embedding" if self.forward_only else "head" if parts[0] == "head" else ""
 
     def part(self, tp: int) -> tuple[int, ...]:
         """Return the shape of a tensor-parallel shard."""
@@ -185,9 +188,17 @@ class Subject:
         _, cuts = self._cut(None)
         whole = self.laid_out.model
         indexed = {f"{name}.weight" for name, module in whole.named_modules() if isinstance(module, nn.Embedding)}
+        named = dict(whole.named_parameters())
+        alone = {"embedding.weight"} if "head.weight" in named else set()
         return tuple(
-            Weight(name=name, shape=tuple(p.shape), cut=cuts.get(name), indexed=name in indexed)
-            for name, p in whole.named_parameters()
+            Weight(
+                name=name,
+                shape=tuple(p.shape),
+                cut=cuts.get(name),
+                indexed=name in indexed,
+                forward_only=name in alone,
+            )
+            for name, p in named.items()
         )
 
     def codecs_of(self, weight: Weight) -> StateCodecs:

@@ -38,7 +38,7 @@ SCALE = 4  # bytes of a row's scale
 
 def units(weights: Iterable[Weight], blocks_per_unit: int = 1) -> dict[str, tuple[Weight, ...]]:
     """Group weights by unit that is all-gathered together, as in `parallel.data.shard`, by the name of its first block,
-    or "head" or the part of the root.
+    or "head", "embedding" or the part of the root.
     """
     found: dict[str, tuple[Weight, ...]] = {}
     for weight in weights:
