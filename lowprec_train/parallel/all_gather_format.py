@@ -15,6 +15,7 @@ multiplied into gradients elsewhere, so `auto` gathers such weights in bf16.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -45,7 +46,7 @@ class AllGatherFormat:
         """Whether a byte has two codes."""
         return self.quantizer is not None and self.quantizer.format is E2M1 and self.columns % 2 == 0
 
-    @property
+    @cached_property
     def amax_dims(self) -> tuple[int, ...]:
         """Dimensions over whose ranks an amax is all-reduced before quantising."""
         return tuple(dim for dim in self.cut if self.quantizer is not None and self.quantizer.crosses(dim))

@@ -199,12 +199,13 @@ class _Weight:
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._grad_dtype = grad_dtype
         self._split = None if linear.split is None else linear.split.dim
-        self._format = self.current_format()
+        self._recipe, self._format = linear.recipe, self.current_format()
         self._values: Tensor | None = None  # what is gathered: its memory comes and goes
         self._sent: _Sent | None = None  # of the step
         self._sending: _Sent | None = None  # of the all-gather that has begun
         self._packed = self._scales = self.amax = torch.empty(0)
         self._leaf: Tensor | None = None
+        self._known: Any = None  # scales of the codes that the layer has
         self._plain = torch.empty(0)  # the values as a leaf, for GEMMs of values
         self.in_place = shards > 1 and self._shape[0] % shards == 0
         self.sends_filler = False
@@ -245,12 +246,13 @@ class _Weight:
         return scaled and quantizes_lists(self.quantizer, self.shard.device)
 
     def refresh_format(self) -> bool:
-        """Refresh the all-gather format from the current recipe. Returns True if a global amax is needed."""
-        now = self.current_format()
-        if now != self._format:
-            reset_buffers(self.unit, self.linear)
-            self._format, self.linear.gathered, self._values = now, None, None
-        return now.quantizer is not None and bool(now.amax_dims)
+        """Refresh the all-gather format if the recipe has changed. Returns True if a global amax is needed."""
+        if self._recipe is not self.linear.recipe:
+            self._recipe, now = self.linear.recipe, self.current_format()
+            if now != self._format:
+                reset_buffers(self.unit, self.linear)
+                self._format, self.linear.gathered, self._values = now, None, None
+        return self.sends_codes and bool(self._format.amax_dims)
 
     def local_amax(self, w: Tensor) -> Tensor:
         """Return the amax of the shard. w: the shard in the dtype of the residual stream."""
@@ -287,7 +289,8 @@ class _Weight:
         codes = self._codes(w) if codes is None else codes
         scales = codes.parts.get("block", codes.scale)
         sent = torch.ops.lowprec.pack_e2m1(codes.codes) if self._format.packed else codes.codes
-        wide = (_bytes(sent), *([_bytes(scales)] if self._format.sends_scales else []))
+        parts = (sent, scales) if self._format.sends_scales else (sent,)
+        wide = tuple(part.contiguous().view(torch.uint8) for part in parts)
         return _Sent(wide=wide, known=(scales, *([codes.parts["tensor"]] if codes.parts else [])), scale=codes.scale)
 
     def _rounded(self) -> Tensor:
@@ -354,13 +357,15 @@ class _Weight:
         self, gathered: Sequence[Tensor], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Give the layer its weight. out: None at the first call, which returns the tensor that FSDP2 uses as the
-        parameter from then on, and the tensors that it frees and allocates for it. dtype: of gradients, if no other
-        one was given.
+        parameter from then on, and the tensors that it frees and allocates for it. dtype: of gradients by default.
         """
         first = out is None
         if first and not self.in_place:
             self._values = gathered[0]
         assert self._values is not None
+        if not first and known is self._known and not self._format.sends_scales:
+            return None  # as in the forward pass: the memory is filled again
+        self._known = known
         if self._leaf is None:
             zero = torch.zeros((), dtype=self._grad_dtype or dtype, device=self.shard.device)
             self._leaf = self._with_grad_hook(zero.expand(self._shape))
@@ -393,7 +398,3 @@ class _Weight:
             parameter.grad = gradient
         else:
             parameter.grad += gradient
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
