@@ -66,8 +66,9 @@ MISSED = (
     "step_llama_7b_blocks and step_llama_7b_fold: their kernels were timed alone. The rates of an H100 come from these",
     "steps on four of them, so their rows show only that one set of rates serves all. Five of these are further off.",
     "Three have updates in the backward pass, whose time on the host is not counted: two were measured when the host",
-    "launched an update and a collective for each matrix, one with one of each for a unit of two blocks. Two, and all",
-    "rows but no_copy of four H100s, were measured when GEMMs wrote gradients in FP32 (docs/results/h100x4.md).",
+    "launched an update and a collective for each matrix, one with one of each for a unit of two blocks. Two were",
+    "measured when recipes with `comm=bf16` wrote gradients in FP32 and copied them, which estimates no longer count;",
+    "so were all other steps of several GPUs but those of no_copy (docs/results/h100x4.md).",
 )
 Row = dict[str, Any]
 

@@ -6,10 +6,10 @@
 If the codec chooses so, from sizes that all ranks know (`GradCodec.sends_whole`), `all_reduce` instead gathers every
 whole contribution and every rank sums them: one rounding instead of two.
 
-Each step is one operation for all parameters and ranks. Only uint8 is sent: gloo has
-no FP8, and a network that reduces byte views would add codes. Every rank adds in rank order, so results have the same
-bits on every rank. With one rank nothing is rounded. If the ranks are on several nodes, sums are made inside each node
-first, encoded again, and exchanged between nodes (nodes.py).
+A step is one operation for all parameters and ranks; without an encode, gloo exchanges them one by one. Only uint8 is
+sent: gloo has no FP8, and a network that reduces byte views would add codes. Every rank adds in rank order, so results
+have the same bits on every rank. With one rank nothing is rounded. If the ranks are on several nodes, sums are made
+inside each node first, encoded again, and exchanged between nodes (nodes.py).
 
 Reductions are sums, never averages: a factor that is applied twice, or never, raises no error. Divide where the loss is
 defined.

@@ -48,7 +48,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, group: Group) -> Tensor:
         mine_MD = group.reduce_scatter(x_BTD.flatten(end_dim=-2))
-        return group.all_gather(mine_MD).view_as(x_BTD)
+        return group.all_gather(mine_MD).view_as(x_BTD).clone()  # FSDP2 warns of a unit that returns a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

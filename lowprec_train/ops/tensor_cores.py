@@ -1,8 +1,8 @@
-"""FP8 and INT8 GEMMs on tensor cores with one schema: torch 2.11 cannot trace its public FP8 GEMM inside a graph, and
-it has no public INT8 GEMM.
+"""FP8 and INT8 GEMMs on tensor cores with one schema: torch 2.11 cannot trace `F.scaled_mm` inside a graph, and it has
+no public INT8 GEMM.
 
-Inductor calls an op of ours through Python, and torch's own FP8 GEMM, which it can trace, directly. Half of the host's
-time for a GEMM is this call, so `multiply` uses torch's op where it computes the same.
+It can trace `aten::_scaled_mm`, which has scales per tensor and per row only. Inductor calls it directly, but an op of
+ours through Python, which is half of the host's time for a GEMM; so `multiply` uses it for scales per tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 def multiply(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, split_accumulation: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return `lowprec::scaled_mm` of the arguments; for FP8 on a GPU with one scale per operand by torch's op, which
-    launches the same kernel.
+    """Return `lowprec::scaled_mm` of the arguments; for FP8 on a GPU with one scale per operand by `aten::_scaled_mm`,
+    which calls the same GEMM of cuBLASLt.
     """
     if a.is_cuda and a.dtype != torch.int8 and scale_a.numel() == scale_b.numel() == 1:
         scales = scale_a.reshape(()), scale_b.reshape(())

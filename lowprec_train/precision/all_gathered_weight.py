@@ -3,7 +3,7 @@
     x, values or codes, leaf -> y        dY -> dX, dW into the leaf, in the leaf's dtype
 
 Autograd casts a gradient to the dtype of its tensor, silently: to FP8 for an FP8 tensor. The gathered tensors therefore
-do not require gradients. The leaf receives the gradient; it has the weight's shape, the master's dtype and no storage.
+do not require gradients. The leaf receives the gradient; it has its shape and dtype, and no storage.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ class Links:
 def reduced(case, nodes, rank):
     """(this rank's result, bytes by link) of a case of tests/comm/cases.py."""
     with Links(nodes) as links:
-        collective, flat = getattr(collectives, case.kind), case.flats[rank].clone()
-        total = collective(flat, nodes, case.codec, case.layout, mu=torch.tensor(case.mu)).total
+        total = getattr(collectives, case.kind)(
+            case.given(rank), nodes, case.codec, case.layout, mu=torch.tensor(case.mu)
+        ).total
     return total, links.sent
 
 

@@ -8,6 +8,7 @@ import torch
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.ops import tensor_cores
 from lowprec_train.ops.philox import random_bits
 from lowprec_train.precision.gemm import Path, multiply
 from lowprec_train.precision.linear import Linear
@@ -139,6 +140,15 @@ def test_int8_sums_are_exact(m, k):
     assert torch.equal(torch.ops.lowprec.scaled_mm(a, *args), expected)
     on_gpu = torch.ops.lowprec.scaled_mm(a.cuda(), one.cuda(), b.cuda(), one.cuda(), False, torch.float32)
     assert torch.equal(on_gpu.cpu(), expected)
+
+
+@pytest.mark.parametrize("left", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_with_one_scale_each_are_those_of_the_op(left, split, dtype):
+    a, b = (torch.randn(*shape, device="cuda") for shape in ((384, 1024), (512, 1024)))
+    given = (a.to(left), a.new_full((1, 1), 0.37), b.to(torch.float8_e4m3fn), b.new_full((1, 1), 3.0), split, dtype)
+    assert torch.equal(tensor_cores.multiply(*given), torch.ops.lowprec.scaled_mm(*given))
 
 
 def test_paths_on_hopper():

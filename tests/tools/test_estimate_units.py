@@ -1,4 +1,8 @@
-"""`lowprec estimate` of `parallel.blocks_per_unit`."""
+"""`lowprec estimate` of units: of several blocks, and of their gradients."""
+
+import math
+
+import pytest
 
 from lowprec_train.tools.estimate.memory import memory
 from lowprec_train.tools.estimate.subject import Subject
@@ -23,3 +27,49 @@ def test_units_of_two_blocks_need_their_weights_and_gradients_at_once():
     )
     assert set(of_one) - set(of_two) == {"reduction of block 3", "reduction of block 1"}
     assert of_two["reduction of block 2"]["at work"] == 2 * of_one["reduction of block 2"]["at work"]
+
+
+TWO = ("model=llama_tiny", "model.layers=2", "micro_batch=2", "data.seq_len=64", "tokens_per_step=128", "compile='off'")
+
+
+def subject(*overrides):
+    return Subject(run=composed(*TWO, *overrides))
+
+
+def moments(*overrides):
+    one = subject(*overrides)
+    return memory(one, build.construct(one.run.comm)).moments
+
+
+@pytest.mark.parametrize(
+    ("layout", "node_size", "copies"),
+    [
+        (("parallel.dp_shard=4",), 4, 0),
+        (("parallel.dp_shard=4",), 2, 1),  # sums inside a node come first, from rows of all ranks
+        (("parallel.dp_shard=4",), 1, 0),
+        (("parallel.dp_shard=4", "parallel.tp=2"), 8, 0),
+        (("parallel.dp_shard=4", "parallel.tp=2"), 4, 1),
+        (("parallel.dp_shard=4", "parallel.tp=2"), 2, 0),
+    ],
+)
+def test_gradients_are_copied_where_nodes_sum_first(layout, node_size, copies):
+    found = moments("+recipe=bf16", *layout, f"comm.node_size={node_size}")["reduction of block 1"]
+    one = subject("+recipe=bf16", *layout)
+    matrices = [w for w in one.weights if w.unit == "blocks.0" and w.matrix]
+    elements = sum(math.prod(w.part(one.sizes.tp)) for w in matrices)
+    assert found["at work"] == 2 * elements * (2 + copies)
+
+
+def test_gradients_that_are_sent_in_bf16_are_written_in_bf16():
+    """By the GEMMs of a recipe that quantises, but for micro-batches whose gradients are summed first."""
+    sharded = ("+recipe=fp8", "parallel.dp_shard=2")
+    elements = sum(w.shape[0] * w.shape[1] for w in subject(*sharded).weights if w.unit == "blocks.1" and w.matrix)
+
+    def of_unit(*overrides):
+        return moments(*sharded, *overrides)["block 0"]["at work"]
+
+    narrow, wide = of_unit("comm=bf16"), of_unit("comm=fp32")
+    assert wide - narrow == 2 * elements and of_unit("comm=fp8") == wide
+    several = ("comm=bf16", "tokens_per_step=512")
+    assert of_unit(*several, "parallel.grad_reduce=every_microbatch") == narrow
+    assert of_unit(*several, "parallel.grad_reduce=last_microbatch") == wide

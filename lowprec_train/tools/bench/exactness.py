@@ -17,6 +17,7 @@ from torch import Tensor
 from lowprec_train.numerics.corrections import Candidates
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.ops import tensor_cores
 from lowprec_train.ops.ladder import SPAN
 from lowprec_train.tools.bench.result import cause
 
@@ -57,7 +58,7 @@ def _errors(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
     exact = a.dequantize().double() @ b.dequantize().double().t()
     row: dict[str, Any] = {"output": relative(exact.to(dtype), exact)}
     for name, split in (("fast", False), ("split", True)):
-        product = torch.ops.lowprec.scaled_mm(a.codes, a.scale, b.codes, b.scale, split, dtype)
+        product = tensor_cores.multiply(a.codes, a.scale, b.codes, b.scale, split, dtype)
         row[name] = relative(product, exact)
     return row
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from lowprec_train.comm.collectives import reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction
+from lowprec_train.parallel.mesh import groups_along, node_ranks
 from lowprec_train.tools.estimate import offload, traffic
 from lowprec_train.tools.estimate.saved import Counter, SavedBytes, SavedParts
 from lowprec_train.tools.estimate.subject import Subject, Weight
@@ -180,12 +181,13 @@ def gathered(subject: Subject, *, last_block: int) -> int:
 
 
 def sent_unchanged(subject: Subject, reduction: Reduction, matrices: Sequence[Weight]) -> bool:
-    """Return whether the gradients of these are sent from where they lie (`GradCodec.sends_unchanged`)."""
+    """Return whether the gradients of a unit's matrices are sent from where they lie (`GradCodec.sends_unchanged`)."""
     codec, ranks = reduction.codec, subject.sizes.dp_shard
     size = BF16 if codec.sends_bf16 else FP32 if codec.exact else None
     made = {subject.gradient_size(w, codec) for w in matrices}
     equal = all(w.part(subject.sizes.tp)[0] % ranks == 0 for w in matrices)
-    return made == {size} and equal and traffic.node_size(reduction) >= ranks
+    in_node = node_ranks(groups_along(subject.sizes, "dp_shard"), traffic.node_size(reduction)) or 1
+    return made == {size} and equal and in_node in (1, ranks)  # else they are first summed inside each node
 
 
 class Gradients:

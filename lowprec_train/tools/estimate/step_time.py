@@ -246,11 +246,12 @@ def _sharding(subject: Subject, reduction: Reduction, device: Device) -> Seconds
     copied = [w for w in matrices if subject.gather_format(w) is None]  # FSDP2's own all-gather
     gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in copied)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
-    tp, codec = subject.sizes.tp, reduction.codec
-    coded = {
-        w: 0 if sent_unchanged(subject, reduction, [w]) else subject.gradient_size(w, codec) + BF16 for w in matrices
-    }
-    encoded = sum(math.prod(w.part(tp)) * (size + BF16) for w, size in coded.items())
+    tp, codec, encoded = subject.sizes.tp, reduction.codec, 0
+    for unit in units(matrices, subject.run.parallel.blocks_per_unit).values():
+        copied_too = not sent_unchanged(subject, reduction, unit)
+        for weight in unit:
+            read = subject.gradient_size(weight, codec) + BF16 if copied_too else 0
+            encoded += math.prod(weight.part(tp)) * (read + BF16)
     rounded = sum(math.prod(w.mine(subject.sizes)) for w in matrices if subject.rounded_bytes(w))
     moved = rounded * (FP32 + BF16) + subject.micro_batches * 2 * gathered + sums * (encoded + mine * FP32)
     return {"sharding": moved / device.sharding}
