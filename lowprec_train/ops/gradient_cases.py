@@ -55,8 +55,8 @@ def decode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
         ("FP32", [1400, 520, 388], rows),
         ("odd ranges of BF16", [3, 1401, 904], bad.bfloat16()),
     ):
-        bytes = [each.contiguous().view(torch.uint8).flatten() for each in sent.split(sizes, 1)]
-        wire, sums = torch.cat(bytes).view(len(rows), -1), [torch.zeros(size) for size in sizes]
+        apart = [each.contiguous().view(torch.uint8).flatten() for each in sent.split(sizes, 1)]
+        wire, sums = torch.cat(apart).view(len(rows), -1), [torch.zeros(size) for size in sizes]
         how = (sizes, [0] * len(sizes), "FP32" if name == "FP32" else "BF16", 256, len(rows), 1)
         made[f"{name}, range by range"] = (wire, sums, *how, True)
     return made
