@@ -27,6 +27,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "resume": "what to do with an earlier run of that name",
     "device": "a requeued job may run on another machine",
     "compile": "compiled and eager draw the same bits and differ by rounding only",
+    "cuda_graph": "recorded kernels are the same kernels",
     "debug": "how errors are shown",
     "verbose": "what is printed",
     "logger": "where metrics are written",
@@ -226,6 +227,7 @@ class RunConfig:
     resume: str = MISSING
     device: str = MISSING
     compile: Compile = MISSING
+    cuda_graph: bool = MISSING
     debug: bool = MISSING
     verbose: bool = False
 

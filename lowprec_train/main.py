@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -243,7 +243,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.default_group())
         watch = build.watch(options, directory.path, device, job.world, hang.begin_step)
         rows, marked = build.rows(options, trainer, directory), divergence_marked(directory, trainer)
-        with sinks as open_sinks, rows as write_rows, watch as begin_step, marked:
+        with closing(trainer.passes), sinks as open_sinks, rows as write_rows, watch as begin_step, marked:
             outcome = trainer.fit(
                 sinks=open_sinks,
                 checkpointer=checkpointer,

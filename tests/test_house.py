@@ -33,6 +33,7 @@ LAUNCH_FACTS |= {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_CO
 LAUNCH_FACTS |= {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
 LAUNCH_FACTS |= {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
 LAUNCH_FACTS |= {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # addresses of GPU memory (decision 0100)
+LAUNCH_FACTS |= {"NCCL_GRAPH_REGISTER"}  # set where nobody has (decision 0114)
 LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "LOWPREC_LAUNCHER"}
 LAUNCHERS = {"lowprec_train/train/processes.py"}  # hand the whole environment on to the processes that they start
 # The files that may touch torch's private names (decisions 0008, 0016 and 0017).

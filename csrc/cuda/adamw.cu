@@ -21,10 +21,11 @@ struct Batch {
   int start, count;
 };
 
-// Inputs of the tables. rms [p], amax [p, 3]: of whole tensors, if parameters are shards; origins [p, 2] of the shards.
+// Inputs of the tables. rate: the learning rate. rms [p], amax [p, 3]: of whole tensors, if parameters are shards; origins [p, 2] of the shards.
 // indices [p]: if masters use stochastic rounding. All may be nullptr.
 struct Schedule {
-  double rate, decay, beta1, beta2;
+  const double* rate;
+  double decay, beta1, beta2;
   const float *rms, *amax;
   const int64_t *origins, *indices;
   int64_t seed;
@@ -39,10 +40,10 @@ __device__ uint64_t master_seed(int64_t index, float count, int64_t seed) {
   return static_cast<uint64_t>(words.w[1] & 0x7fffffffu) << 32 | words.w[0];
 }
 
-// Rates from lr, which is divided by the RMS if that is above one.
+// Rates from the learning rate, which is divided by the RMS if that is above one.
 __device__ AdamRate rate_of(const Schedule& schedule, const Numbers& of, float rms) {
   const double limit = rms < 1.0f ? 1.0 : static_cast<double>(rms);
-  return adam_rate(schedule.rate / limit, schedule.decay, of.correction1, of.correction2_wide);
+  return adam_rate(*schedule.rate / limit, schedule.decay, of.correction1, of.correction2_wide);
 }
 
 __global__ void write_table(Batch batch, Schedule schedule, Item* items, Numbers* numbers) {
@@ -168,7 +169,8 @@ struct Lists {
 };
 
 struct Rates {
-  double lr, beta1, beta2, eps, weight_decay;
+  const Tensor& lr;
+  double beta1, beta2, eps, weight_decay;
 };
 
 How how_of(Store first, Store second, Master master, int64_t group, const Lists& lists, const Rates& rates) {
@@ -284,13 +286,17 @@ const T* optional_address(const std::optional<Tensor>& x, const Tensor& like, Sc
   return x.has_value() ? static_cast<const T*>(address(*x, like, type, numbers)) : nullptr;
 }
 
+const double* rate_in(const Tensor& lr, const Tensor& like) {
+  return static_cast<const double*>(address(lr, like, ScalarType::Double, 1));
+}
+
 void adamw(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Tensor> first, std::vector<Tensor> second,
            std::vector<Tensor> masters, std::vector<Tensor> steps, std::optional<Tensor> grad_scale,
            std::optional<Tensor> rms, std::optional<Tensor> amax, std::optional<Tensor> origins,
            std::optional<Tensor> indices, std::optional<Tensor> found_inf, std::string first_format,
            std::string first_scaling, std::string second_format, std::string second_scaling, std::string master_format,
            std::string master_scaling, bool stochastic, int64_t group, std::vector<int64_t> segments, int64_t seed,
-           double lr, double beta1, double beta2, double eps, double weight_decay, bool clip) {
+           Tensor lr, double beta1, double beta2, double eps, double weight_decay, bool clip) {
   if (params.empty()) return;
   const Tensor& like = params[0];
   const Lists lists{params, grads, first, second, masters, steps, grad_scale, segments};
@@ -299,7 +305,7 @@ void adamw(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Te
                    {lr, beta1, beta2, eps, weight_decay});
   STD_TORCH_CHECK(indices.has_value() == stochastic, "adamw: indices where masters draw");
   const auto count = static_cast<int64_t>(params.size());
-  const Schedule schedule{lr, weight_decay, beta1, beta2,
+  const Schedule schedule{rate_in(lr, like), weight_decay, beta1, beta2,
                           optional_address<float>(rms, like, ScalarType::Float, count),
                           optional_address<float>(amax, like, ScalarType::Float, 3 * count),
                           optional_address<int64_t>(origins, like, ScalarType::Long, 2 * count),
@@ -320,7 +326,7 @@ void adamw(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Te
 Tensor statistics(Pass pass, const Lists& lists, const How& how, const std::optional<Tensor>& rms, const Rates& rates) {
   const Tensor& like = lists.params[0];
   const auto count = static_cast<int64_t>(lists.params.size());
-  const Schedule schedule{rates.lr, rates.weight_decay, rates.beta1, rates.beta2,
+  const Schedule schedule{rate_in(rates.lr, like), rates.weight_decay, rates.beta1, rates.beta2,
                           optional_address<float>(rms, like, ScalarType::Float, count)};
   std::vector<Item> items;
   for (size_t i = 0; i < lists.params.size(); ++i) items.push_back(item_of_lists(lists, i, how));
@@ -345,7 +351,7 @@ Tensor adamw_statistics(std::vector<Tensor> params, std::vector<Tensor> grads, s
                         std::optional<Tensor> grad_scale, std::optional<Tensor> rms, std::string first_format,
                         std::string first_scaling, std::string second_format, std::string second_scaling,
                         std::string master_format, std::string master_scaling, int64_t group,
-                        std::vector<int64_t> segments, double lr, double beta1, double beta2, double eps,
+                        std::vector<int64_t> segments, Tensor lr, double beta1, double beta2, double eps,
                         double weight_decay) {
   const Lists lists{params, grads, first, second, masters, steps, grad_scale, segments};
   const Rates rates{lr, beta1, beta2, eps, weight_decay};

@@ -34,7 +34,7 @@ from lowprec_train.comm.fsdp_backward import InFlight, reduce_with
 from lowprec_train.comm.fsdp_units import fsdp_units, modules_of
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
-from lowprec_train.comm.nodes import Nodes
+from lowprec_train.comm.nodes import Links, Nodes
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import parse_format
@@ -93,13 +93,14 @@ class UnitSum:
 
 class Sampling:
     """Selects the steps whose rounding is measured, counted from the start of the run, and stores the last SQNR. It is
-    part of a checkpoint, so that a resumed run measures the same steps and rows, and repeats the value.
+    part of a checkpoint, so that a resumed run measures the same steps and rows, and repeats the value. measured: False
+    measures no step.
 
     A checkpoint with other numbers of ranks is ignored: the first step is measured.
     """
 
-    def __init__(self, axes: Sequence[Axis]) -> None:
-        self._axes = axes
+    def __init__(self, axes: Sequence[Axis], *, measured: bool = True) -> None:
+        self._axes, self._measured = axes, measured
         self._ranks = torch.tensor([axis.ranks for axis in axes])
         self._steps = 0
         self._sqnr_db = torch.zeros_like(axes[0].energy[0])
@@ -110,9 +111,14 @@ class Sampling:
         """Whether the reductions round."""
         return any(axis.rounds for axis in self._axes)
 
+    @property
+    def measures(self) -> bool:
+        """Whether some steps are measured."""
+        return self._measured and self.rounds
+
     def finish_step(self, measure: Callable[[], Tensor]) -> Tensor:
         """Return the last SQNR, 0-dim FP32. `measure` returns that of this step, if it is to be measured."""
-        if self.rounds and self._steps % SAMPLE_INTERVAL == 0:
+        if self.measures and self._steps % SAMPLE_INTERVAL == 0:
             self._sqnr_db = measure()
         self._steps += 1
         return self._sqnr_db
@@ -121,7 +127,7 @@ class Sampling:
         """Start a new account on every axis."""
         number, rest = divmod(self._steps, SAMPLE_INTERVAL)
         for axis in self._axes:
-            axis.begin_step(number if self.rounds and not rest else None)
+            axis.begin_step(number if self.measures and not rest else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranks int64 [2], steps done 0-dim int64, the last SQNR 0-dim FP32."""
@@ -141,23 +147,35 @@ class Reducer:
     units and ranks: it is the same everywhere, in any layout, and no unit's saturation is averaged away.
     """
 
-    def __init__(self, shard: Axis, replicas: Axis, in_flight: InFlight) -> None:
+    def __init__(self, shard: Axis, replicas: Axis, in_flight: InFlight, *, measured: bool = True) -> None:
         self.shard, self.replicas = shard, replicas
         self._axes, self._in_flight = (shard, replicas), in_flight
-        self.sampling = Sampling(self._axes)
+        self.sampling = Sampling(self._axes, measured=measured)
         self._metrics: dict[str, Tensor | float] = {}
 
-    def finish_step(self) -> None:
-        """Combine what all ranks sent and lost. Every rank calls it after the last backward pass of a step."""
+    @property
+    def sent(self) -> tuple[Links, Links]:
+        """What this rank has sent in the step so far, over shards and over replicas."""
+        return self.shard.sent, self.replicas.sent
+
+    def restore(self, sent: tuple[Links, Links]) -> None:
+        """Set `sent`."""
+        self.shard.sent, self.replicas.sent = sent
+
+    def end_backward(self) -> None:
+        """Wait for the last reduction, and free its gradients, after the last backward pass of a step."""
         self._in_flight.release()
+
+    def finish_step(self) -> None:
+        """Combine what all ranks sent and lost. Every rank calls it after `end_backward`."""
         self._metrics |= {"comm/grad_bytes": float(sum(sum(axis.sent) for axis in self._axes))}
         if any(axis.node < axis.ranks for axis in self._axes):
             self._metrics["comm/grad_bytes_nic"] = float(sum(axis.sent.nic for axis in self._axes))
         sqnr_db = self.sampling.finish_step(self._sqnr_db)
-        if self.sampling.rounds:
+        if self.sampling.measures:
             self._metrics["comm/grad_sqnr_db"] = sqnr_db
-            if self._is_shared:
-                self._move_head_room()
+        if self.sampling.rounds and self._is_shared:
+            self._move_head_room()
         self.sampling.begin_step()
 
     def metrics(self) -> dict[str, Tensor | float]:
@@ -209,6 +227,7 @@ def attach(
     reduction: Reduction,
     shard_group: dist.ProcessGroup | Nodes | None,
     replica_group: dist.ProcessGroup | Nodes | None = None,
+    measured: bool = True,
 ) -> Reducer:
     """Reduce the gradients of every `fully_shard` unit of a model as `reduction` says, as sums in FP32.
 
@@ -217,6 +236,7 @@ def attach(
         reduction: the same on every rank.
         shard_group: of that mesh, by node if there are several. None: nothing is sharded, as with one process.
         replica_group: the ranks with the same shards. None: this rank alone.
+        measured: whether the rounding of some steps is measured.
 
     Raises:
         ValueError: a pattern of `reduction.exclude` that matches no parameter.
@@ -232,7 +252,7 @@ def attach(
             shapes = {name: parameter.shape for name, parameter in parameters.items()}
             layout = sharded_layout(shapes, shard.ranks, reduction.exclude)
             reduce_with(unit, UnitSum(shard, replicas, layout), in_flight)
-    return Reducer(shard, replicas, in_flight)
+    return Reducer(shard, replicas, in_flight, measured=measured)
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:

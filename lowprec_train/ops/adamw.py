@@ -12,7 +12,8 @@ moments (codes, scale, exponent, center, as far as the codec has them), `masters
 a scale. Codecs are passed as their fields. If parameters are shards, `adamw_squares` and `adamw_amax` return the
 statistics of each rank's shards, and `adamw` takes them after reduction over ranks: rms FP32 [p] and amax FP32 [p, 3].
 Without them tensors are whole, and `adamw` computes the statistics. origins, int64 [p, 2]: global row and column at
-which each shard begins. found_inf = 1 leaves all bits unchanged: one number for all parameters, or [p].
+which each shard begins. lr: 0-dim FP64, on the device. found_inf = 1 leaves all bits unchanged: one number for all
+parameters, or [p].
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class AdamWRule(Rule):
 
     def new_weight(self, old: Values, new: Values, gradient: Tensor, step: Step) -> Tensor:
         correction1, correction2 = (1.0 - beta ** step.count.double() for beta in (self.beta1, self.beta2))
-        rate = torch.full_like(correction1, step.lr)
+        rate = torch.ones_like(correction1) * step.lr
         if step.rms is not None:
             rate = rate / step.rms.double().clamp_min(1.0)
         step_size, decay = (rate / correction1).float(), (1.0 - rate * step.weight_decay).float()

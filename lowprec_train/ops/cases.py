@@ -250,7 +250,7 @@ def _adamw_arguments(
         "group": group,
         "segments": segments,
         "seed": 1234,
-        "rates": (1e-3, beta1, 0.95, 1e-8, 0.1),
+        "rates": (torch.tensor(1e-3, dtype=torch.float64), beta1, 0.95, 1e-8, 0.1),
         "clip": False,
     }
 

@@ -18,7 +18,7 @@ _CODECS = (
 )
 _ADAMW_STATS = (
     "(Tensor[] params, Tensor[] grads, Tensor[] first, Tensor[] second, Tensor[] masters, Tensor[] steps,"
-    f" Tensor? grad_scale, Tensor? rms, {_CODECS}, int group, int[] segments, float lr, float beta1, float beta2,"
+    f" Tensor? grad_scale, Tensor? rms, {_CODECS}, int group, int[] segments, Tensor lr, float beta1, float beta2,"
     " float eps, float weight_decay) -> Tensor"
 )
 
@@ -127,7 +127,7 @@ SCHEMAS = {
     "adamw": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] masters,"
         " Tensor(e!)[] steps, Tensor? grad_scale, Tensor? rms, Tensor? amax, Tensor? origins, Tensor? indices,"
-        f" Tensor? found_inf, {_CODECS}, bool stochastic, int group, int[] segments, int seed, float lr, float beta1,"
+        f" Tensor? found_inf, {_CODECS}, bool stochastic, int group, int[] segments, int seed, Tensor lr, float beta1,"
         " float beta2, float eps, float weight_decay, bool clip) -> ()"
     ),
     "adamw_squares": _ADAMW_STATS,

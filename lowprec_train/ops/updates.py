@@ -36,12 +36,12 @@ def _identity(x: Tensor) -> Tensor:
 class Step:
     """Inputs of a rule for one tensor's step, besides values.
 
-    count: number of this update, from 1, 0-dim FP32. rms: root of the mean, over the whole tensor, of the elements that
-    `Rule.squares` sums, 0-dim FP32. gather: gathers the whole matrix from shards [n, k]; all ranks with shards must
-    call it. shard: the inverse.
+    lr: 0-dim FP64 on the device, or a float. count: number of this update, from 1, 0-dim FP32. rms: root of the mean,
+    over the whole tensor, of the elements that `Rule.squares` sums, 0-dim FP32. gather: gathers the whole matrix from
+    shards [n, k]; all ranks with shards must call it. shard: the inverse.
     """
 
-    lr: float
+    lr: Tensor | float
     weight_decay: float
     count: Tensor
     rms: Tensor | None = None

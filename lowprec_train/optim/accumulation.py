@@ -38,17 +38,21 @@ class GradientSum:
     """
 
     def __init__(self, codec: StateCodec, *, seed: int, place: int, origin: tuple[int, int] = (0, 0)) -> None:
-        self._codec, self._seed, self._place, self._origin = codec, seed, place, origin
+        self._codec, self._seed = codec, seed
+        self._place, self._origin = torch.tensor([place]), torch.tensor(origin)
         self._parts: dict[str, Tensor] = {}
 
-    def add(self, gradient: Tensor, number: int) -> None:
-        """Add a gradient, FP32 or BF16. number: index of the micro-batch in the run, which selects the random draws."""
+    def add(self, gradient: Tensor, number: Tensor | None) -> None:
+        """Add a gradient, FP32 or BF16. number: index of the micro-batch in the run, int64 [1] on its device, which
+        selects the random draws; None for a codec without draws.
+        """
         total = self._total(gradient)
         seed = origin = None
         if self._codec.stochastic:
-            place, step = (torch.tensor([each], device=total.device) for each in (self._place, number))
-            seed = seeds(self._seed, place, step, stream=GRADIENT_STREAM)[0]
-            origin = torch.tensor(self._origin, device=total.device)
+            assert number is not None
+            self._place, origin = self._place.to(total.device), self._origin.to(total.device)
+            self._origin = origin
+            seed = seeds(self._seed, self._place, number, stream=GRADIENT_STREAM)[0]
         self._parts = self._codec.encode(total, seed=seed, origin=origin)
 
     def value(self) -> Tensor:
@@ -86,7 +90,8 @@ class GradientSums:
         shards: Mapping[nn.Parameter, Shard] | None = None,
         in_backward: bool = False,
     ) -> None:
-        self._in_backward, self._number, self._last = in_backward, 0, False
+        self._in_backward, self._last = in_backward, False
+        self._number: Tensor | None = None
         self.squares: dict[nn.Parameter, Tensor] = {}
         self._sums: dict[Tensor, GradientSum] = {}
         for place, parameter in parameters:
@@ -94,9 +99,9 @@ class GradientSums:
             self._sums[parameter] = GradientSum(codec, seed=seed, place=place, origin=origin)
             after_gradient(parameter, self._complete)
 
-    def begin(self, number: int, *, last: bool) -> None:
-        """Call before the backward pass of a micro-batch. number: its index in the run. last: whether it is the last of
-        its step.
+    def begin(self, number: Tensor | None, *, last: bool) -> None:
+        """Call before the backward pass of a micro-batch. number: as in `GradientSum.add`. last: whether it is the last
+        of its step.
         """
         self._number, self._last = number, last
         self.squares.clear()

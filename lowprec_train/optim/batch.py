@@ -28,8 +28,8 @@ were taken."""
 class Batch:
     """Parameters with the same codecs and shards on the same ranks.
 
-    grad_scale: divisor of gradients, 0-dim FP32. found_inf: 1.0 leaves all bits unchanged; FP32, one number for all
-    members or [members]. seed: of the run.
+    rate: lr, 0-dim FP64 on the device. grad_scale: divisor of gradients, 0-dim FP32. found_inf: 1.0 leaves all bits
+    unchanged; FP32, one number for all members or [members]. seed: of the run.
     """
 
     rule: Rule
@@ -37,6 +37,7 @@ class Batch:
     group: Group | None
     members: tuple[ParamState, ...]
     lr: float
+    rate: Tensor
     weight_decay: float
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -115,7 +116,7 @@ class Batch:
         """Return the inputs of the rule."""
         old = self.codecs.decode(member.parameter, member.state, member.segments)
         step = Step(
-            lr=self.lr,
+            lr=self.rate,
             weight_decay=self.weight_decay,
             count=member.state["step"] + 1.0,
             rms=rms,

@@ -69,7 +69,7 @@ class FusedAdamW(Batch):
         group = max(codec.group for _, codec in self.codecs.moments)
         segments = [each.segments for each in self.members]
         rule = self.rule
-        return *fields, group, segments, self.lr, rule.beta1, rule.beta2, rule.eps, self.weight_decay
+        return *fields, group, segments, self.rate, rule.beta1, rule.beta2, rule.eps, self.weight_decay
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,8 @@ class CodedOptimizer(torch.optim.Optimizer):
         self._groups = {p: place for place, group in enumerate(self.param_groups) for p in group["params"]}
         self._device = device or self.param_groups[0]["params"][0].device
         self._host = HostStates(self._device) if offload else None
+        self._rates = [torch.full((), math.nan, dtype=torch.float64, device=self._device) for _ in self.param_groups]
+        self._known_rates = [math.nan] * len(self._rates)
         with torch.no_grad():
             for group in self.param_groups:
                 added = self._add(group, codecs or Codecs(), shards or {})
@@ -101,8 +103,9 @@ class CodedOptimizer(torch.optim.Optimizer):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group."""
-        for group in self.param_groups:
+        for place, group in enumerate(self.param_groups):
             group["lr"] = lr
+            self._rate(place)
 
     def along(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the unsharded shapes of state tensors that are sharded like `parameter`, whose unsharded shape is
@@ -248,6 +251,14 @@ class CodedOptimizer(torch.optim.Optimizer):
             if self._host is not None and parameter.ndim >= 2:
                 self._host.take(parameter, held.state)
 
+    def _rate(self, place: int) -> Tensor:
+        """Return the learning rate of a group on the device: kernels read it there, also those of a CUDA graph."""
+        lr, rate = self.param_groups[place]["lr"], self._rates[place]
+        if lr != self._known_rates[place]:
+            rate.fill_(lr)
+            self._known_rates[place] = lr
+        return rate
+
     def _batches(
         self, parameters: Sequence[nn.Parameter], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> Iterable[Batch]:
@@ -274,6 +285,7 @@ class CodedOptimizer(torch.optim.Optimizer):
                 group=ranks,
                 members=tuple(self._states[parameters[place]] for place in places),
                 lr=group["lr"],
+                rate=self._rate(of),
                 weight_decay=group["weight_decay"],
                 grad_scale=grad_scale,
                 found_inf=found_inf,

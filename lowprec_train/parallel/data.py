@@ -29,9 +29,17 @@ from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.fsdp_units import fsdp_units
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
+from lowprec_train.comm.nodes import Links
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
-from lowprec_train.parallel.fsdp_parameters import accumulate_in, copy_all, gathered_parameters, without_gradients
+from lowprec_train.parallel.fsdp_parameters import (
+    accumulate_in,
+    communication_streams,
+    copy_all,
+    forget_events,
+    gathered_parameters,
+    without_gradients,
+)
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.parallel.weight_amax import WeightAmax
@@ -122,7 +130,8 @@ class DataParallel:
     ) -> None:
         self._model, self._mesh, self._reducer, self._grad_reduce = model, mesh, reducer, grad_reduce
         self._of_weights = [each for each in (all_gather, weight_amax) if each is not None]
-        self._all_gather, self._number = all_gather, 0
+        self._all_gather = all_gather
+        self._number: Tensor | None = None
         vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
         self._partial = [p for name, p in vectors.items() if name in partial]
         self._whole = [p for name, p in vectors.items() if name not in partial]
@@ -146,9 +155,11 @@ class DataParallel:
         for each in self._of_weights:
             each.prepare()
 
-    def begin_backward(self, number: int, *, last: bool) -> None:
-        """Call before each micro-batch of a step. number: of this rank's micro-batch in the run. last: of the step."""
-        self._number = number * self.count + self.index
+    def begin_backward(self, number: Tensor | None, *, last: bool) -> None:
+        """Call before each micro-batch of a step. number: of this rank's micro-batch in the run, int64 [1], if sums of
+        gradients draw. last: of the step.
+        """
+        self._number = None if number is None else number * self.count + self.index
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last or self._grad_reduce == "every_microbatch")
 
@@ -176,7 +187,7 @@ class DataParallel:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Sum the gradients of vectors and finish the reducer's step, after the last backward pass of a step."""
+        """Sum the gradients of vectors, after the last backward pass of a step."""
         for parameters, group in ((self._partial, dist.group.WORLD), (self._whole, self._mesh.dp_group)):
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if gradients:
@@ -185,7 +196,36 @@ class DataParallel:
                 copy_all(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
         for each in self._of_weights:
             each.finish()
+        self._reducer.end_backward()
+
+    def end_step(self) -> None:
+        """Finish the account of a step's reductions, after `end_backward`."""
         self._reducer.finish_step()
+
+    @contextmanager
+    def recorded(self) -> Iterator[Callable[[], None]]:
+        """The passes of one step inside this context are recorded as a CUDA graph, on the current stream: they wait for
+        nothing outside of it. Yield a function to call before `end_step` whenever the graph has run in their place.
+        """
+        streams = [] if not isinstance(self._model, FSDPModule) else communication_streams(self._model)
+        self._forget_events()
+        current = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(current)
+        before = self._reducer.sent
+        sent: list[tuple[Links, Links]] = []
+        yield lambda: self._reducer.restore(sent[0])
+        sent.append(self._reducer.sent)
+        self._reducer.restore(before)
+        for stream in streams:
+            current.wait_stream(stream)
+        self._forget_events()
+
+    def _forget_events(self) -> None:
+        if isinstance(self._model, FSDPModule):
+            forget_events(self._model)
+        if self._all_gather is not None:
+            self._all_gather.memory.forget_events()
 
     def metrics(self) -> dict[str, Tensor | float]:
         """Return the metrics of the last step's gradient reductions; tensors are 0-dim, on the device."""
@@ -218,7 +258,7 @@ class SingleProcess:
 
     def prepare(self) -> None: ...
 
-    def begin_backward(self, number: int, *, last: bool) -> None: ...
+    def begin_backward(self, number: Tensor | None, *, last: bool) -> None: ...
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -231,6 +271,12 @@ class SingleProcess:
         return []
 
     def end_backward(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    @contextmanager
+    def recorded(self) -> Iterator[Callable[[], None]]:
+        yield lambda: None
 
     def metrics(self) -> dict[str, Tensor | float]:
         return {}

@@ -80,6 +80,19 @@ def stays_gathered(unit: FSDPModule) -> bool:
     return not group._reshard_after_forward
 
 
+def communication_streams(root: FSDPModule) -> list[torch.cuda.Stream]:
+    """Return the streams of the collectives of a model on GPUs, after its first forward pass."""
+    context: Any = root._get_fsdp_state()._comm_ctx
+    names = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+    return [getattr(context, name) for name in names]
+
+
+def forget_events(root: FSDPModule) -> None:
+    """Let the next all-gather wait for no earlier one. Call it between steps, when the device has finished."""
+    context: Any = root._get_fsdp_state()._comm_ctx
+    context.all_gather_state = None
+
+
 def on_reshard(unit: FSDPModule, call: Callable[[], None]) -> None:
     """Call `call` when the gathered parameters of `unit` are freed, after the kernels that read them are launched."""
     group: Any = unit._get_fsdp_state()._fsdp_param_group
@@ -107,11 +120,13 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def accumulate_in(unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], number: Callable[[], int]) -> None:
+def accumulate_in(
+    unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], number: Callable[[], Tensor | None]
+) -> None:
     """Accumulate gradients of backward passes without reduction in `sum_of(parameter)`, not in FSDP2's FP32 sum.
 
-    number: returns the number of the micro-batch. The first pass that reduces gets the sum, with its own gradient, in
-    FP32.
+    number: as in `GradientSum.add`, of the micro-batch. The first pass that reduces gets the sum, with its own
+    gradient, in FP32.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     for parameter in () if group is None else group.fsdp_params:
@@ -149,7 +164,7 @@ def _take_sum(parameter: Any, accumulated: GradientSum, group: Any) -> None:
         parameter.unsharded_accumulated_grad = accumulated.take(gradient)
 
 
-def _add_to_sum(parameter: Any, accumulated: GradientSum, number: Callable[[], int]) -> None:
+def _add_to_sum(parameter: Any, accumulated: GradientSum, number: Callable[[], Tensor | None]) -> None:
     """Add the gradient of a backward pass that has reduced nothing."""
     whole = parameter._unsharded_param
     gradient, whole.grad = whole.grad, None

@@ -107,6 +107,11 @@ class GatherMemory:
         self._events += self._read.values()
         self._read.clear()
 
+    def forget_events(self) -> None:
+        """Let no all-gather wait for what was read until now. Call it when the device has finished."""
+        self.clear()
+        self._events.clear()
+
 
 def read_by_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keep the memory of tensors that another stream has made until the current stream has read them."""

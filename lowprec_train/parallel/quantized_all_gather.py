@@ -82,7 +82,7 @@ class QuantizedAllGather:
             for name, module in model.named_modules()
             if isinstance(module, Linear) and "weight" in dict(module.named_parameters(recurse=False))
         }
-        self._memory = GatherMemory()
+        self.memory = GatherMemory()
         for unit in self._units:
             self._gather_in_place(unit)
 
@@ -95,7 +95,7 @@ class QuantizedAllGather:
             if first in weights:
                 weights[first].sends_filler = True
             whole = all(parameter in weights for parameter in (first, *others))
-            gather = UnitAllGather(list(weights.values()), self._memory, whole=whole, stays=stays_gathered(unit))
+            gather = UnitAllGather(list(weights.values()), self.memory, whole=whole, stays=stays_gathered(unit))
             unit.set_custom_all_gather(cast(Any, gather))
             on_reshard(unit, partial(gather.release, next(iter(weights)).device))
 
@@ -123,7 +123,7 @@ class QuantizedAllGather:
         if self._coded:
             for unit in self._units:
                 unit.reshard()
-            self._memory.clear()
+            self.memory.clear()
             waiting = [weight for weight in weights if weight.refresh_format()]
             listed = [weight for weight in weights if weight.in_list]
             self._set_amaxes(waiting, listed, rounded)
@@ -166,7 +166,7 @@ class QuantizedAllGather:
             estimator.correct_all(grads, shards, scales, self._dtype)
         for weight in self.weights.values():
             weight.finish()
-        self._memory.clear()
+        self.memory.clear()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,11 @@ class PrecisionSchedule:
             self._current = phase
 
     @property
+    def current(self) -> Phase | None:
+        """The phase that `begin` has set last."""
+        return self._current
+
+    @property
     def one_graph(self) -> bool:
         """True if a block compiles to one graph. Layers of a library break graphs."""
         return all(phase.backend is None for phase in self.phases)

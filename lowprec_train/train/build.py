@@ -147,7 +147,9 @@ def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
     """Shard the laid-out model over the processes. With one process nothing is sharded."""
     grid = checks.layout(run, world.processes)
-    choices(run, laid_out).check_memory(grid, on_gpu=device.type == "cuda")
+    chosen, on_gpu = choices(run, laid_out), device.type == "cuda"
+    chosen.check_memory(grid, on_gpu=on_gpu)
+    chosen.check_graph(on_gpu=on_gpu)
     return distribute(
         laid_out.model,
         grid,
@@ -225,8 +227,7 @@ def trainer(
     shards of the parameters; None: they are drawn from the seed.
     """
     choices(run, laid_out).check_libraries(device)
-    seq_len, model = run.data["seq_len"], laid_out.model
-    on_host = run.optim.offload and device.type == "cuda"
+    model, on_host = laid_out.model, run.optim.offload and device.type == "cuda"
     seeds = weights(model, device, run.seed, fill or distribution.fill, on_host=on_host)
     shards = distribution.shards(model)
     updates = build_optimizer.optimizer(run, model, shards, device if on_host else None, distribution.sizes.dp)
@@ -244,7 +245,7 @@ def trainer(
     numbers = {each.name: getattr(run, each.name) for each in fields(TrainingOptions) if hasattr(run, each.name)}
     return Trainer(
         TrainingOptions(
-            seq_len=seq_len,
+            seq_len=run.data["seq_len"],
             throughput=replace(rates[0], later=later),
             in_backward=run.optim.in_backward,
             grad_accumulation=sums,
@@ -268,6 +269,7 @@ def trainer(
             run.parallel,
             reduction=construct(run.comm, "comm"),
             micro_batches=run.micro_batches(distribution.sizes.dp),
+            measured=not run.cuda_graph,
             whole_sum=whole_sum,
         ),
         placements=distribution.placements,

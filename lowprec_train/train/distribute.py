@@ -68,12 +68,13 @@ class Distribution:
         *,
         reduction: fsdp.Reduction,
         micro_batches: int,
+        measured: bool = True,
         whole_sum: Callable[[int], GradientSum] | None = None,
     ) -> DataParallelContext:
         """Return the communication of a training step. From now on weights are all-gathered and gradients reduced as
         `parallel` and `reduction` say. Shards are stored in the dtype to which `fully_shard` rounds them; call it after
-        the optimizer has rounded them. micro_batches: of a step on each rank. whole_sum: as in
-        `parallel.data.DataParallel`.
+        the optimizer has rounded them. micro_batches: of a step on each rank. measured: as in `comm.fsdp.attach`.
+        whole_sum: as in `parallel.data.DataParallel`.
         """
         if self.mesh is None:
             return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
@@ -81,7 +82,11 @@ class Distribution:
             store_in_param_dtype(unit)
         replicas = self.mesh.nodes("dp_replicate") if self.sizes.dp_replicate > 1 else None
         reducer = fsdp.attach(
-            model, reduction=reduction, shard_group=self.mesh.nodes("dp_shard"), replica_group=replicas
+            model,
+            reduction=reduction,
+            shard_group=self.mesh.nodes("dp_shard"),
+            replica_group=replicas,
+            measured=measured,
         )
         partial = tensor.summed_over_tp(model) if self.sizes.tp > 1 else ()
         all_gather, parts = None, self.mesh.group("tp") if self.sizes.tp > 1 else None

@@ -13,12 +13,14 @@ from lowprec_train import nvidia
 from lowprec_train.config import RunConfig
 from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.ops.codecs import StateCodec
+from lowprec_train.ops.library import SERVED
 from lowprec_train.ops.updates import Rule
 from lowprec_train.optim import apex
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.schedule import Phase
+from lowprec_train.train.construct import construct
 
 OPTIM_BACKENDS = ("own", "apex")
 
@@ -50,6 +52,40 @@ class Choices:
             raise ValueError(
                 f"optim.grad_accumulation={sums} leaves no FP32 gradients after the backward pass: {clash}"
             )
+
+    def check_graph(self, *, on_gpu: bool) -> None:
+        """Check `cuda_graph` against what a recorded step cannot do: decide on the host, or wait for it."""
+        run = self.run
+        if not run.cuda_graph:
+            return
+        if not on_gpu:
+            raise ValueError(f"cuda_graph=true needs a CUDA GPU, and this run is on the CPU (device={run.device})")
+        for key, value, allowed, why in (
+            ("optim.offload", run.optim.offload, False, "the host starts its copies"),
+            ("model.offload", run.model.offload, False, "the host starts its copies"),
+            ("telemetry_interval", run.telemetry_interval, 0, "observed steps have other kernels"),
+            ("profile.steps", run.profile.steps, 0, "a step that is recorded under torch's profiler may never end"),
+        ):
+            if value != allowed:
+                raise ValueError(f"cuda_graph=true repeats one step, but {key}={value}: {why}; use {key}={allowed}")
+        if reason := self._not_recorded():
+            raise ValueError(f"cuda_graph=true repeats one step, but {reason}")
+
+    def _not_recorded(self) -> str:
+        """Return what the host decides in each step; "" for nothing."""
+        run, codec = self.run, construct(self.run.comm, "comm").codec
+        if codec.shares_scales:
+            return f"the head-room of comm={codec} moves between steps; use comm=fp8"
+        for backend in filter(None, (phase.backend for phase in self.phases)):
+            return f"{backend} keeps its state on the host; use a recipe of this package"
+        if self.sums is not None and not run.optim.in_backward:
+            return f"optim.grad_accumulation={self.sums} is read after it; use optim.in_backward=true as well"
+        in_kernel = (
+            isinstance(self.rule, AdamWRule) and run.optim.backend == "own" and "adamw" in SERVED.get("cuda", ())
+        )
+        if run.optim.in_backward and not in_kernel:
+            return "optim.in_backward=true needs the compiled kernel of AdamW, which reads the learning rate on the GPU"
+        return ""
 
     def check_libraries(self, device: torch.device) -> None:
         """Check that the libraries are installed, run on this device, and support the settings."""

@@ -18,10 +18,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +40,13 @@ from lowprec_train.parallel.data import DataParallelContext, SingleProcess
 from lowprec_train.parallel.placement import Placements
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
+from lowprec_train.train.cuda_graph import GraphedPasses
 from lowprec_train.train.diagnostics.divergence import Skips, TrainingDiverged, usable
 from lowprec_train.train.diagnostics.telemetry import Record, Row, Telemetry, aggregates
 from lowprec_train.train.logging.metrics import DeferredMetrics, Instant, Throughput, memory
 from lowprec_train.train.logging.sinks import Sink
 from lowprec_train.train.prefetcher import Prefetcher, load_step
+from lowprec_train.train.step_passes import MicroBatch, MicroBatchLoss, Passes, StepPasses
 from lowprec_train.train.stop_consensus import StopConsensus
 
 EVALUATION_STEP = 1 << 32
@@ -67,6 +68,7 @@ class TrainingOptions:
     seed: int  # a checkpoint with another seed is refused
     eval_interval: int  # in steps; an evaluation also follows the last step
     eval_batches: int  # micro-batches of the validation split
+    cuda_graph: bool = False  # record the passes of a step as a CUDA graph, and repeat it
     in_backward: bool = False  # update each parameter when its gradient is complete
     grad_accumulation: StateCodec | None = None  # codec of matrix gradients until the update; None: FP32
     log_update_rms: bool = False  # of matrices and of the embedding, before each update
@@ -105,13 +107,14 @@ class Trainer:
         data_parallel: DataParallelContext | None = None,
     ) -> None:
         self.options, self.model, self.optimizer, self.schedule = options, model, optimizer, schedule
-        self._loss = cast("Callable[..., Tensor]", model.loss)
+        self.loss = MicroBatchLoss(model, precision)
         self.corpus, self.seeds, self.device = corpus, seeds, next(model.parameters()).device
         self.throughput = options.throughput or Throughput(tokens_per_step=options.tokens_per_step)
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
         self.placements, self.shards = placements, shards
         self.telemetry = telemetry or Telemetry(model, optimizer)
         self._sums, self._in_backward = self._gradients()
+        self.passes = self._run_passes()
         self.steps_done = 0
         self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
         self._last_loss: float | None = None  # validation loss, in this launch
@@ -184,32 +187,22 @@ class Trainer:
         """Do one update. The returned tensors are 0-dim and on the device; nothing waits for them."""
         if self.precision is not None:
             self.precision.begin(self.model, self.steps_done)
-        self.data_parallel.prepare()
         self.optimizer.prefetch()
         begin = time.perf_counter()
         batch = self._prefetcher.take(self.steps_done)
         data_ms = (time.perf_counter() - begin) * 1e3
         normalizer = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
+        first = self.steps_done * len(batch.micro) + 1
+        micro = [self._on_device(each, self.steps_done, number) for number, each in enumerate(batch.micro, first)]
         record: Record | None = None
         if self.telemetry.due(self.steps_done + 1):
+            self.data_parallel.prepare()
             with self.data_parallel.without_reduction():
-                record = self.telemetry.probe(lambda: self._micro_loss(batch.micro[0], normalizer, self.steps_done))
+                record = self.telemetry.probe(lambda: self.loss(micro[0], normalizer))
         lr = self.schedule(self.steps_done)
         self.optimizer.set_lr(lr)
-        loss = torch.zeros((), device=self.device)
-        for place, micro in enumerate(batch.micro, start=1):
-            last, number = place == len(batch.micro), self.steps_done * len(batch.micro) + place
-            self.data_parallel.begin_backward(number, last=last)
-            loss_part = self._micro_loss(micro, normalizer, self.steps_done)
-            loss += loss_part.detach()
-            if last:
-                loss = self.data_parallel.total(loss)
-            if self._sums is not None:
-                self._sums.begin(number, last=last)
-            if self._in_backward is not None:
-                self._in_backward.begin(loss if last else None)
-            loss_part.backward()
-        self.data_parallel.end_backward()
+        loss = self.passes(micro, normalizer)
+        self.data_parallel.end_step()
         norm, watched = self._update(loss, record)
         self.steps_done += 1
         if record is not None:
@@ -235,7 +228,7 @@ class Trainer:
         self.model.eval()
         self.data_parallel.prepare()
         for micro in batch.micro:
-            total += self._micro_loss(micro, one, EVALUATION_STEP).double()
+            total += self.loss(self._on_device(micro, EVALUATION_STEP), one).double()
         self.model.train()
         targets = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
         return {"valid/loss": float(self.data_parallel.total(total)) / float(targets)}
@@ -299,11 +292,22 @@ class Trainer:
             return sums, None
         return sums, UpdatesInBackward(self.optimizer, updated, units, max_norm=self.options.max_grad_norm)
 
-    def _micro_loss(self, micro: Batch, normalizer: Tensor, step: int) -> Tensor:
+    def _on_device(self, micro: Batch, step: int, number: int = 0) -> MicroBatch:
+        """Copy a micro-batch to the device, with its draws. number: in the run."""
         part = micro.moved(lambda x: x.to(self.device, non_blocking=True))  # asynchronous from pinned memory
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
-        with nullcontext() if self.precision is None else self.precision.around_pass(self.model):
-            return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
+        counted = None if self.options.grad_accumulation is None else self._to_device(torch.tensor([number]))
+        return MicroBatch(part.tokens, part.targets, part.documents, draws, counted)
+
+    def _run_passes(self) -> StepPasses:
+        """Create what runs the passes of a step."""
+        passes = Passes(
+            self.loss, self.data_parallel, device=self.device, sums=self._sums, in_backward=self._in_backward
+        )
+        if not self.options.cuda_graph:
+            return passes
+        parameters = list(self.model.parameters())
+        return GraphedPasses(passes, self.data_parallel, parameters, self.device, schedule=self.precision)
 
     def _update(self, loss: Tensor, record: Record | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Clip, update or skip, and count. Returns the gradient norm before clipping and the update's metrics."""

@@ -48,6 +48,7 @@ def run(case, mesh, rank):
     if case.state:
         reducer.load_state_dict({"ranks": reducer.state_dict()["ranks"], **case.state})
     backward(model, case, rank, mesh.device_type)
+    reducer.end_backward()
     reducer.finish_step()
     named = dict(model.named_parameters())
     return {
@@ -105,6 +106,7 @@ def stepped(model, reducer, case, mesh, rank):
     """Metrics of a step."""
     backward(model, case, rank, mesh.device_type)
     model.zero_grad()
+    reducer.end_backward()
     reducer.finish_step()
     return {name: float(value) for name, value in reducer.metrics().items()}
 

@@ -72,6 +72,7 @@ def trained(name, mesh, rank):
     case, model = MODELS[name], sharded(mesh.device_mesh, torch.float32)
     reducer = attach(model, reduction=case.reduction, shard_group=mesh.nodes("dp_shard"))
     backward(model, case, rank, "cpu")
+    reducer.end_backward()
     reducer.finish_step()
     gradients = {key: p.grad.full_tensor() for key, p in model.named_parameters() if key in SHAPES}
     return gradients, {key: float(value) for key, value in reducer.metrics().items()}

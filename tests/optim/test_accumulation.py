@@ -26,7 +26,7 @@ def sums(codec, count, *, place=3, spread=1.0, mean=0.1):
     draws, held, exact = torch.Generator().manual_seed(5), GradientSum(codec, seed=1, place=place), 0.0
     for number in range(count):
         gradient = size * (mean + spread * torch.randn(64, 512, generator=draws))
-        held.add(gradient, number)
+        held.add(gradient, torch.tensor([number]))
         exact = exact + gradient.double()
     return held.value().double(), exact
 
@@ -51,7 +51,7 @@ def test_draws_follow_from_the_parameter_the_micro_batch_and_the_place_in_the_wh
 
     def of(gradient, number=7, place=3, **where):
         held = GradientSum(codec, seed=1, place=place, **where)
-        held.add(gradient, number)
+        held.add(gradient, torch.tensor([number]))
         return held.value()
 
     assert torch.equal(of(whole)[4:, 32:], of(whole[4:, 32:], origin=(4, 32)))
@@ -60,7 +60,7 @@ def test_draws_follow_from_the_parameter_the_micro_batch_and_the_place_in_the_wh
 
 def test_taking_a_sum_leaves_nothing():
     held, ones = GradientSum(scaled("FP16"), seed=0, place=0), torch.ones(3, 2, 4)
-    held.add(ones, 0)
+    held.add(ones, torch.tensor([0]))
     assert torch.equal(held.take(ones), 2 * ones) and held.empty
 
 
@@ -80,13 +80,13 @@ def test_a_trainer_with_sums_in_fp32_has_the_bits_of_autograds(in_backward):
 def test_a_trainer_keeps_codes_between_micro_batches(codec):
     """No gradient of a matrix in FP32 outlives a backward pass, and training goes on as with FP32 sums."""
     trainer, exact = (make_trainer(steps=12, micro_batch=2, grad_accumulation=each) for each in (codec, None))
-    loss, alive = trainer._micro_loss, []
+    loss, alive = trainer.loss.of_model, []
 
     def watched(*arguments):
         alive.extend(p.grad is not None for p in trainer.model.parameters() if p.ndim > 1)
         return loss(*arguments)
 
-    trainer._micro_loss = watched
+    trainer.loss.of_model = watched
     found, wanted = ([float(each.step()["train/loss"]) for _ in range(12)] for each in (trainer, exact))
     assert alive and not any(alive)
     assert found[-1] < found[0] and found == pytest.approx(wanted, rel=0.05) and found != wanted

@@ -95,6 +95,7 @@ def test_the_table_and_the_figure_come_from_the_json(tmp_path, capsys):
     ("options", "said"),
     [
         (["--arm", "coat alone"], "'coat alone': every run is alone on its GPU"),
+        (["--arm", "coat cuda_graph=true"], "'coat cuda_graph=true': a recorded step has no moments to sample"),
         (["--limit", "80"], "--limit 80 is not a size; write for example 24GiB"),
         (["--batches", "4,0"], "'0' is not a whole number above 0"),
     ],

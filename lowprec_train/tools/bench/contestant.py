@@ -69,8 +69,11 @@ class Work:
         ]
 
     def check(self) -> None:
-        """Raise ValueError if the model cannot be built."""
-        build.layout(composed(*self.hydra))
+        """Raise ValueError if the model cannot be built, or with a setting that only the trainer has."""
+        run = composed(*self.hydra)
+        build.layout(run)
+        if run.cuda_graph:
+            raise ValueError("cuda_graph=true is a setting of the trainer; measure it with an arm of bench parallel")
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -114,13 +117,14 @@ def fused_adamw(work: Work, module: nn.Module) -> Update:
 @dataclass(frozen=True, kw_only=True)
 class Entrant(ABC):
     """A contestant. baseline: computes in BF16 only. needs: a package that may be missing. apart: runs in a separate
-    process, and must be picklable.
+    process, and must be picklable. recorded: it allocates in its first steps only, and repeats them as a CUDA graph.
     """
 
     name: str
     baseline: bool = False
     needs: str | None = None
     apart: bool = False
+    recorded: bool = False
 
     @property
     def missing(self) -> str | None:

@@ -136,10 +136,14 @@ def _sizes(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 
 def contestants(arms: Sequence[str], peers: Sequence[Contestant]) -> list[Measurable]:
-    """Return the contestants, the BF16 baseline first. Raises ValueError for an invalid arm, or one with `alone`."""
+    """Return the contestants, the BF16 baseline first. Raises ValueError for an invalid arm, or one with `alone` or
+    a CUDA graph.
+    """
     parsed = [Arm.parse(text) for text in arms]
     if alone := next((each for each in parsed if each.alone), None):
         raise ValueError(f"{str(alone)!r}: every run is alone on its GPU")
+    if recorded := next((each for each in parsed if each.recorded), None):
+        raise ValueError(f"{str(recorded)!r}: a recorded step has no moments to sample; leave out cuda_graph=true")
     found: list[Measurable] = [
         *peers,
         *(Run(name=str(arm), arm=arm, baseline=arm.recipe == "bf16" and not arm.overrides) for arm in parsed),

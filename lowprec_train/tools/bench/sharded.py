@@ -81,7 +81,12 @@ class Arm:
         there = ALONE if self.alone else world
         facts, make = partial(self.facts, processes=there.processes), partial(self.step, world=there)
         baseline = self.recipe == BASELINE and not self.alone
-        return Sharded(name=str(self), make=make, baseline=baseline, facts=facts)
+        return Sharded(name=str(self), make=make, baseline=baseline, facts=facts, recorded=self.recorded)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the run repeats a CUDA graph."""
+        return any(word.lower() == "cuda_graph=true" for word in self.overrides)
 
     def run(self, work: Work, processes: int) -> RunConfig:
         """Return the configuration of its run on `processes`. Raises ValueError if it does not compose."""

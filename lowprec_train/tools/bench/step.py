@@ -100,12 +100,12 @@ def _together(
             for name, each in _rounds(taking, rows, rounds).items():
                 rows[name] |= _summary(each)
                 say(f"{name}: {rows[name]['ms']:.1f} ms, median of {len(each)} steps")  # what an early end leaves
-            selected = [name for name in taking if any(part in name for part in profiled)]
+            launched = [each.name for each in group if each.name in taking and not each.recorded]
+            selected = [name for name in launched if any(part in name for part in profiled)]
             profiles = {name: taking[name].profile() for name in selected}
     finally:
-        for each_turns in taking.values():
-            each_turns.close()
-    taking.clear()
+        while taking:
+            taking.popitem()[1].close()  # no name keeps the last one
     torch.compiler.reset()
     _collect(work)
     return list(rows.values()), profiles

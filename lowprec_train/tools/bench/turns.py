@@ -22,6 +22,7 @@ from lowprec_train.tools.bench import profile
 from lowprec_train.tools.bench.contestant import Entrant, Work
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
+from lowprec_train.train import cuda_graph
 
 END_S = 60.0  # timeout for the exit of a child process
 
@@ -69,15 +70,19 @@ class InProcess:
         on_gpu = work.device.type == "cuda"
         before = torch.cuda.memory_allocated(work.device) if on_gpu else 0
         self._device, self._step = work.device, contestant.stepper(work)
-        losses = [self._step() for _ in range(max(1, warm_up))]
-        self.facts: dict[str, Any] = {"loss": [float(losses[0]), float(losses[-1])]}
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(work.device)
+        losses = [self._step() for _ in range(max(1, warm_up) + contestant.recorded * cuda_graph.WARM_UP)]
+        self.facts: dict[str, Any] = {"loss": [float(losses[0]), float(losses[-1])]}
+        if on_gpu:
+            if not contestant.recorded:
+                torch.cuda.reset_peak_memory_stats(work.device)
             self._step()
             torch.cuda.synchronize()
             self.facts["peak_gib"] = (torch.cuda.max_memory_allocated(work.device) - before) / 2**30
             self.facts["resident_gib"] = (torch.cuda.memory_allocated(work.device) - before) / 2**30
-            self.facts["attention"] = attention(self.profile())
+            if not contestant.recorded:  # CUPTI, which profiles, and graphs disturb each other
+                self.facts["attention"] = attention(self.profile())
 
     def turn(self) -> Turn:
         allocated = self._allocations()

@@ -12,7 +12,8 @@ device.
                      which the rest is longer than the kernels of a step
     host link        time of offloaded bytes that is not hidden: states are copied in the backward pass if parameters
                      are updated there, else during the update; inputs of blocks in the backward pass
-    launches         gaps between kernels, or, if it is more, the time by which the host is slower than all of the above
+    launches         gaps between kernels, or, if it is more and there is no CUDA graph, the time by which the host is
+                     slower than all of the above
 
 Kernels are assumed to run at their full rate during communication. A step without compilation has no estimate: its
 elementwise ops are not fused, so their time does not follow from bytes.
@@ -63,6 +64,7 @@ def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights
     times["host link"] = host_link(subject, device, times)
     sharded = subject.sizes.dp > 1
     host = kernels * device.host[sharded] + sharded * subject.micro_batches * unit_count(subject) * device.unit
+    host *= not subject.run.cuda_graph  # one launch
     times["launches"] = max(kernels * device.launch, host - sum(times.values()))
     return {name: seconds for name, seconds in times.items() if seconds}
 
