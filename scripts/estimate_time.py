@@ -46,6 +46,7 @@ PARALLEL = (
     "parallel_llama_7b_4_h100_no_copy",
     "parallel_llama_7b_4_h100_no_copy_batch2_first",
     "parallel_llama_7b_4_h100_no_copy_batch2",
+    "parallel_llama_7b_4_h100_graph_batch2",
     "parallel_llama_13b_8layers_4_h100",
 )
 LIBRARY_ADAMW = 14  # bytes a parameter: weight, gradient and both moments in BF16; all but the gradient written, too
