@@ -202,6 +202,13 @@ class DataParallel:
         """Finish the account of a step's reductions, after `end_backward`."""
         self._reducer.finish_step()
 
+    def reshard(self) -> None:
+        """Free the weights that an evaluation has left gathered."""
+        for unit in fsdp_units(self._model):
+            unit.reshard()
+        if self._all_gather is not None:
+            self._all_gather.memory.clear()
+
     @contextmanager
     def recorded(self) -> Iterator[Callable[[], None]]:
         """The passes of one step inside this context are recorded as a CUDA graph, on the current stream: they wait for
@@ -273,6 +280,8 @@ class SingleProcess:
     def end_backward(self) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def reshard(self) -> None: ...
 
     @contextmanager
     def recorded(self) -> Iterator[Callable[[], None]]:

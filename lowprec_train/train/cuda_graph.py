@@ -66,6 +66,7 @@ class GraphedPasses:
         self._done += 1
         if self._done <= WARM_UP:
             return self._launched(micro, normalizer)
+        self._data_parallel.reshard()  # a recorded step gathers all weights, and ends with none
         if self._graph is None:
             self._record(micro, normalizer)
             self._inputs = given

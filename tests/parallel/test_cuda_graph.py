@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lowprec_train.parallel import data
 from lowprec_train.parallel.mesh import Sizes
@@ -144,6 +145,10 @@ def test_the_host_of_a_repeated_step(words):
     vectors = [place for place, parameter in enumerate(trainer.model.parameters()) if parameter.ndim < 2]
     after = list(trainer.model.parameters())
     assert all(not torch.equal(before[place], after[place]) for place in vectors), "updated after the passes"
+    trainer.evaluate()
+    trainer.step()
+    sharded = [isinstance(parameter, DTensor) for parameter in trainer.model.parameters() if parameter.ndim > 1]
+    assert all(sharded), "an evaluation leaves the head gathered; the norm of a step is that of the shards"
     passes.close()
 
 
