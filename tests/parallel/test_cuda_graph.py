@@ -133,8 +133,14 @@ def test_the_host_of_a_repeated_step(words):
         return loss(tokens, *others)
 
     trainer.loss.of_model = watched
+    update, given = trainer.optimizer.step, []
+
+    def updating(**arguments):
+        given.append([parameter.grad is not None for parameter in trainer.model.parameters() if parameter.ndim < 2])
+        update(**arguments)
+
+    trainer.optimizer.step = updating
     for _ in range(WARM_UP + 3):
-        before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         metrics = trainer.step()
         sent.append(metrics["comm/grad_bytes"])
         assert "comm/grad_sqnr_db" not in metrics, "a graph measures no step"
@@ -142,9 +148,7 @@ def test_the_host_of_a_repeated_step(words):
     last = Walks().batch(WARM_UP + 2, 0, MICRO, 2 * MICRO).tokens
     assert torch.equal(seen[-1], last), "the recorded step reads the newest batch"
     assert len(set(sent)) == 1 and sent[0] > 0
-    vectors = [place for place, parameter in enumerate(trainer.model.parameters()) if parameter.ndim < 2]
-    after = list(trainer.model.parameters())
-    assert all(not torch.equal(before[place], after[place]) for place in vectors), "updated after the passes"
+    assert len(given) == WARM_UP + 3 and all(map(all, given)), "vectors are updated after the passes"
     trainer.evaluate()
     trainer.step()
     sharded = [isinstance(parameter, DTensor) for parameter in trainer.model.parameters() if parameter.ndim > 1]
