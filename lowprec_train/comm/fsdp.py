@@ -94,7 +94,7 @@ class UnitSum:
 class Sampling:
     """Selects the steps whose rounding is measured, counted from the start of the run, and stores the last SQNR. It is
     part of a checkpoint, so that a resumed run measures the same steps and rows, and repeats the value. measured: False
-    measures no step.
+    measures and counts no step.
 
     A checkpoint with other numbers of ranks is ignored: the first step is measured.
     """
@@ -120,7 +120,7 @@ class Sampling:
         """Return the last SQNR, 0-dim FP32. `measure` returns that of this step, if it is to be measured."""
         if self.measures and self._steps % SAMPLE_INTERVAL == 0:
             self._sqnr_db = measure()
-        self._steps += 1
+        self._steps += self._measured  # a run that goes on with measurements begins with one
         return self._sqnr_db
 
     def begin_step(self) -> None:

@@ -106,16 +106,19 @@ def _reduce(group: Any, gradients: list[Tensor], reduction: UnitReduction, in_fl
     with device.stream(stream):
         total = reduction.reduce_scatter(gradients)
         in_flight.hold(gradients, stream.record_event())
+    repeated = total.is_cuda and torch.cuda.is_current_stream_capturing()
     if reduction.all_reduce is not None:
         stream = streams.all_reduce_stream
         stream.wait_stream(streams.reduce_scatter_stream)
-        if total.is_cuda:  # a cast frees it, but only its own stream would wait for this one
+        if total.is_cuda and not repeated:  # a cast frees it, but only its own stream would wait for this one
             total.record_stream(stream)
     with device.stream(stream):
         if reduction.all_reduce is not None:
             reduction.all_reduce(total)
         _set_shard_gradients(_trained(group), total)
         group._post_reduce_event = stream.record_event()
+    if repeated and stream is not streams.reduce_scatter_stream:
+        streams.reduce_scatter_stream.wait_stream(stream)  # a CUDA graph keeps what another stream has recorded
     if hasattr(streams, "_last_post_reduce_events"):  # torch 2.13 waits for these at the end of a backward pass
         streams._last_post_reduce_events[stream] = group._post_reduce_event
 

@@ -203,11 +203,11 @@ class DataParallel:
         self._reducer.finish_step()
 
     def reshard(self) -> None:
-        """Free the weights that an evaluation has left gathered."""
+        """Free the weights that an evaluation has left gathered, and what it has rounded."""
         for unit in fsdp_units(self._model):
             unit.reshard()
-        if self._all_gather is not None:
-            self._all_gather.memory.clear()
+        for each in self._of_weights:
+            each.free()
 
     @contextmanager
     def recorded(self) -> Iterator[Callable[[], None]]:
@@ -221,12 +221,14 @@ class DataParallel:
             stream.wait_stream(current)
         before = self._reducer.sent
         sent: list[tuple[Links, Links]] = []
-        yield lambda: self._reducer.restore(sent[0])
-        sent.append(self._reducer.sent)
-        self._reducer.restore(before)
-        for stream in streams:
-            current.wait_stream(stream)
-        self._forget_events()
+        try:
+            yield lambda: self._reducer.restore(sent[0])
+        finally:
+            sent.append(self._reducer.sent)
+            self._reducer.restore(before)
+            for stream in streams:
+                current.wait_stream(stream)
+            self._forget_events()
 
     def _forget_events(self) -> None:
         if isinstance(self._model, FSDPModule):

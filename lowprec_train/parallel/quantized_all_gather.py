@@ -139,10 +139,8 @@ class QuantizedAllGather:
             amaxes = amax_all([rounded[weight] for weight in listed]).view(-1, 1, 1).unbind()
             for weight, amax in zip(listed, amaxes, strict=True):
                 weight.amax = amax
-        together = set(listed)
-        for weight in waiting:
-            if weight not in together:
-                weight.amax = weight.local_amax(rounded[weight])
+        for weight in set(waiting).difference(listed):
+            weight.amax = weight.local_amax(rounded[weight])
 
     def _all_reduce_amaxes(self, waiting: list[_Weight]) -> None:
         """All-reduce the amaxes of these weights: one all-reduce for each axis that divides one of them."""
@@ -154,9 +152,7 @@ class QuantizedAllGather:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Multiply the slopes of estimators into the summed gradients, and free what was gathered. Call it after the
-        last backward pass of a step.
-        """
+        """Multiply the slopes of estimators into summed gradients, and `free`. Call it after a step's last backward."""
         correct: dict[Estimator, list[tuple[Tensor, Tensor, Tensor]]] = {}
         for weight in self.weights.values():
             if (operands := weight.estimated()) is not None:
@@ -164,6 +160,10 @@ class QuantizedAllGather:
         for estimator, found in correct.items():
             grads, shards, scales = zip(*found, strict=True)
             estimator.correct_all(grads, shards, scales, self._dtype)
+        self.free()
+
+    def free(self) -> None:
+        """Free what `prepare` has made and all-gathers have read."""
         for weight in self.weights.values():
             weight.finish()
         self.memory.clear()

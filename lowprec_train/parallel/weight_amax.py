@@ -55,6 +55,10 @@ class WeightAmax:
 
     def finish(self) -> None:
         """Clear the maxima, after the last backward pass of a step and before weights change."""
+        self.free()
+
+    def free(self) -> None:
+        """Clear the maxima."""
         for layer in self._layers:
             layer.weight_amax = None
 

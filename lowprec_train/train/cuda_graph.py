@@ -61,7 +61,7 @@ class GraphedPasses:
         given = [normalizer, *(tensor for each in micro for tensor in each.tensors())]
         kind = (self._schedule and self._schedule.current, [(tensor.shape, tensor.stride()) for tensor in given])
         if kind != self._kind:
-            self.close()
+            self._renew()
             self._kind, self._done = kind, 0
         self._done += 1
         if self._done <= WARM_UP:
@@ -84,6 +84,13 @@ class GraphedPasses:
         self._graph, self._loss = None, torch.empty(0)
         self._gradients.clear()
 
+    def _renew(self) -> None:
+        """Free a graph that may still run, for another one."""
+        if self._graph is not None:
+            torch.cuda.synchronize()
+            self.close()
+            torch.cuda.empty_cache()
+
     def _launched(self, micro: Sequence[MicroBatch], normalizer: Tensor) -> Tensor:
         """Run the passes kernel by kernel on the graph's stream."""
         current = torch.cuda.current_stream()
@@ -99,9 +106,17 @@ class GraphedPasses:
         """
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-        with recording, self._data_parallel.recorded() as account:
-            self._loss = self._passes(micro, normalizer)
-        self._account = account
+        failure: Exception | None = None
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    with self._data_parallel.recorded() as self._account:
+                        self._loss = self._passes(micro, normalizer)
+                except Exception as error:
+                    failure = error
+        except Exception as error:  # a recording that has failed may not end well
+            failure = failure or error
+        if failure is not None:
+            raise failure
         self._graph = graph
         self._gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]

@@ -80,11 +80,8 @@ class Choices:
             return f"{backend} keeps its state on the host; use a recipe of this package"
         if self.sums is not None and not run.optim.in_backward:
             return f"optim.grad_accumulation={self.sums} is read after it; use optim.in_backward=true as well"
-        in_kernel = (
-            isinstance(self.rule, AdamWRule) and run.optim.backend == "own" and "adamw" in SERVED.get("cuda", ())
-        )
-        if run.optim.in_backward and not in_kernel:
-            return "optim.in_backward=true needs the compiled kernel of AdamW, which reads the learning rate on the GPU"
+        if run.optim.in_backward and (run.optim.backend != "own" or "adamw" not in SERVED.get("cuda", ())):
+            return "optim.in_backward=true needs our compiled AdamW, which reads the learning rate on the GPU"
         return ""
 
     def check_libraries(self, device: torch.device) -> None:

@@ -292,11 +292,13 @@ class Trainer:
             return sums, None
         return sums, UpdatesInBackward(self.optimizer, updated, units, max_norm=self.options.max_grad_norm)
 
-    def _on_device(self, micro: Batch, step: int, number: int = 0) -> MicroBatch:
-        """Copy a micro-batch to the device, with its draws. number: in the run."""
+    def _on_device(self, micro: Batch, step: int, number: int | None = None) -> MicroBatch:
+        """Copy a micro-batch to the device, with its draws. number: of a micro-batch of the run."""
         part = micro.moved(lambda x: x.to(self.device, non_blocking=True))  # asynchronous from pinned memory
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
-        counted = None if self.options.grad_accumulation is None else self._to_device(torch.tensor([number]))
+        sums = self.options.grad_accumulation
+        counts = number is not None and sums is not None and sums.stochastic
+        counted = self._to_device(torch.tensor([number])) if counts else None
         return MicroBatch(part.tokens, part.targets, part.documents, draws, counted)
 
     def _run_passes(self) -> StepPasses:

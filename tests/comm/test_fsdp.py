@@ -11,7 +11,7 @@ from torch import nn
 from lowprec_train import config
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
-from lowprec_train.comm.fsdp import Reduction, attach
+from lowprec_train.comm.fsdp import Reduction, attach, encoded
 from lowprec_train.comm.layout import sharded_layout
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
@@ -311,3 +311,13 @@ def test_patterns_must_match():
     reduction = Reduction(codec=BlockScaledCodec(E4M3), exclude=("*.weight", "*.tiny"))
     with pytest.raises(ValueError, match=r"'\*\.tiny'; names are blocks\.0\.weight, blocks\.0\.bias"):
         attach(nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))}), reduction=reduction, shard_group=None)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_steps_that_are_not_measured_do_not_count(measured):
+    """A run that goes on with measurements begins with one."""
+    reducer = attach(nn.Linear(4, 4), reduction=encoded(), shard_group=None, measured=measured)
+    for _ in range(3):
+        reducer.end_backward()
+        reducer.finish_step()
+    assert reducer.sampling.state_dict()["steps"] == 3 * measured

@@ -306,3 +306,16 @@ def test_cuda_has_the_bits_of_the_cpu(name):
     advance(*here, 5), advance(*there, 5)
     on_cuda = {key: value.cpu() for key, value in tensors(*there).items()}
     assert equal(tensors(*here), on_cuda)
+
+
+def test_kernels_read_the_learning_rate_where_a_cuda_graph_has_recorded_it():
+    parameter = torch.nn.Parameter(torch.ones(4, 128))
+    optimizer, seen = adamw([parameter], lr=1e-2, fused=False), []
+    for lr in (1e-2, 3e-3):
+        optimizer.set_lr(lr)
+        parameter.grad = torch.ones_like(parameter)
+        (batch,) = optimizer._batches([parameter], None, None)
+        seen.append((batch.rate.data_ptr(), batch.rate.item(), batch.lr))
+    assert batch.rate.dtype == torch.float64 and batch.rate.ndim == 0
+    assert [(rate, lr) for _, rate, lr in seen] == [(1e-2, 1e-2), (3e-3, 3e-3)]
+    assert seen[0][0] == seen[1][0]

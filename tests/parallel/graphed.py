@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lowprec_train.config import RunConfig
+from lowprec_train.data.loader import Batch
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build
 from lowprec_train.train.launch import ALONE, World
@@ -16,9 +17,12 @@ from tests.parallel.runs import IN_BACKWARD, MICRO, SEQ, SPLIT, SUMS, TINY, Walk
 from tests.recipes import composed
 from tests.train.standins import Corpus
 
-STEPS, EVALUATED = 8, (2, 5)  # 0-based steps that an evaluation follows: one in the warm-up, one in the graph
+STEPS = 12
+EVALUATED = (2, 4, 10)  # 0-based steps that an evaluation follows: in the warm-up, and of repeated steps in each phase
 LATER = "precision.schedule.end.at=0.5"
 SENT = {  # only with several ranks
+    "estimator": ("+recipe=fp4", "parallel.param_all_gather=quantized"),
+    "zero2": ("+recipe=fp8", "parallel.reshard_after_forward=false"),
     "coded": ("+recipe=fp8", "parallel.param_all_gather=quantized", "comm=fp8"),
     "pairs": ("+recipe=fp8", "model.layers=3", "parallel.blocks_per_unit=2", "comm=bf16"),
     "each": ("+recipe=fp8", "parallel.grad_reduce=every_microbatch", "comm=bf16"),
@@ -32,9 +36,20 @@ CASES = {
     "fp4": ("+recipe=fp4",),
     "phases": ("+recipe=fp4_mixed", LATER),
     "gpt": ("+recipe=fp8", "model=gpt_tiny"),
+    "muon": ("+recipe=bf16", "optim=muon"),
+    "document mask": ("+recipe=fp8", "data.document_mask=true"),
+    "loss in chunks": ("+recipe=bf16", "model.loss_chunk=48"),
     "sums": ("+recipe=fp8", IN_BACKWARD, f"{SUMS}=e4m3", "+optim.grad_accumulation.stochastic=true"),
     **SENT,
 }
+
+
+class Documents(Walks):
+    """Each sequence is two documents, which meet at another token in each step."""
+
+    def batch(self, step: int, first: int, count: int, per_step: int) -> Batch:
+        made = super().batch(step, first, count, per_step)
+        return replace(made, documents=(torch.arange(SEQ) > 8 + step).long().expand(count, SEQ).contiguous())
 
 
 @dataclass(frozen=True)
@@ -45,18 +60,20 @@ class Job:
     compiled: bool = False
 
 
-def described(case: str, sizes: Sizes, *, graph: bool, accumulation: int = 1, compiled: bool = False) -> Job:
+def described(
+    case: str, sizes: Sizes, *, graph: bool, accumulation: int = 1, compiled: bool = False, device: str = "cuda"
+) -> Job:
     """A case at a layout."""
     tokens = MICRO * SEQ * sizes.dp * accumulation
     layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
     grid = [f"parallel.{key}={value}" for key, value in layout.items()]
-    words = (*TINY, *SPLIT, *CASES[case], *grid, f"tokens_per_step={tokens}", f"steps={STEPS}", "device=cuda")
+    words = (*TINY, *SPLIT, *CASES[case], *grid, f"tokens_per_step={tokens}", f"steps={STEPS}", f"device={device}")
     return Job(composed(*words, f"cuda_graph={str(graph).lower()}"), compiled)
 
 
-def trained(job: Job, world: World = ALONE) -> dict[str, Any]:
-    """Losses, norms, evaluations, and the parameters after the last step."""
-    trainer, found = built(job, world), {"loss": [], "norm": [], "valid": []}
+def trained(job: Job, world: World = ALONE, device: torch.device | None = None) -> dict[str, Any]:
+    """Losses, norms, evaluations, and the parameters after the last step. device: None: this rank's GPU."""
+    trainer, found = built(job, world, device), {"loss": [], "norm": [], "valid": []}
     for step in range(STEPS):
         metrics = trainer.step()
         found["loss"].append(metrics["train/loss"])  # read at the end: no step overwrites an earlier one's
@@ -70,14 +87,16 @@ def trained(job: Job, world: World = ALONE) -> dict[str, Any]:
     return listed | {"sent": float(sent), "parameters": [p.detach().cpu() for p in local]}
 
 
-def built(job: Job, world: World) -> Trainer:
-    """Its trainer on this rank's GPU, on the text of `runs.Walks`."""
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
+def built(job: Job, world: World, device: torch.device | None) -> Trainer:
+    """Its trainer on the text of `runs.Walks`, or on documents of it."""
+    if device is None:
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
     laid_out = build.layout(job.run)
     distribution = build.distribution(job.run, laid_out, world, device)
     plans = laid_out.plans(device, shards=distribution.sizes.dp_shard)
-    text = Corpus(Walks(), Walks())
+    walks = Documents() if job.run.data.get("document_mask") else Walks()
+    text = Corpus(walks, walks)
     return build.trainer(job.run, laid_out, plans, text, distribution, device, compiled=job.compiled)
 
 

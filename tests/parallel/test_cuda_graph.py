@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.parallel import data
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build
-from lowprec_train.train.cuda_graph import WARM_UP
+from lowprec_train.train.cuda_graph import WARM_UP, GraphedPasses
 from lowprec_train.train.exclusions import Choices
 from lowprec_train.train.launch import World
 from tests.distributed import run_distributed
@@ -70,7 +71,8 @@ def test_a_graph_with_collectives(layout):
         (("telemetry_interval=4",), "telemetry_interval=4: observed steps have other kernels"),
         (("comm=fp8_lm",), "the head-room of comm=.* moves between steps; use comm=fp8"),
         (("+optim/moment@optim.grad_accumulation=bf16",), "optim.grad_accumulation=BF16 is read after it"),
-        (("optim.in_backward=true", "optim=muon"), "needs the compiled kernel of AdamW"),
+        (("optim.in_backward=true", "optim=apex_adamw"), "needs our compiled AdamW, which reads the learning rate"),
+        (("+recipe=te_fp8",), "keeps its state on the host; use a recipe of this package"),
     ],
 )
 def test_what_a_graph_excludes(words, said):
@@ -81,65 +83,81 @@ def test_what_a_graph_excludes(words, said):
 
 
 class Repeated:
-    """A graph on a CPU: recording runs the passes, repeating does nothing."""
+    """A graph on a CPU that repeats nothing."""
 
     def replay(self):
         pass
 
 
-class NoStream:
+class Stream:
+    """A stream on a CPU. waited: pairs of (stream, what it has waited for)."""
+
+    waited: ClassVar[list] = []
+
     def __init__(self, *unused):
         pass
 
     def wait_stream(self, other):
-        pass
+        self.waited.append((self, other))
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    """What CUDA does is left out; what the host does for a step is what it does on a GPU."""
-    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+def streams(monkeypatch):
+    """What CUDA does is left out; what the host does for a step is what it does on a GPU. Returns two streams of
+    collectives.
+    """
+    sides, current = [Stream(), Stream()], Stream()
+    monkeypatch.setattr(Stream, "waited", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Repeated)
     for name in ("graph", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *unused, **options: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Choices, "check_graph", lambda self, *, on_gpu: None)
-    monkeypatch.setattr(data, "communication_streams", lambda root: [])
+    monkeypatch.setattr(data, "communication_streams", lambda root: sides)
+    return sides
+
+
+@pytest.fixture
+def two_ranks(streams):
+    """This process is rank 0 of two, and collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=2)
-    yield
+    yield streams
     dist.destroy_process_group()
 
 
-def trainer_of(run):
-    """That of rank 0 of two."""
+def run_of(*words, tokens=2 * MICRO * SEQ):
+    return composed(f"tokens_per_step={tokens}", *TINY, f"steps={STEPS}", *words)
+
+
+def trainer_of(run, world):
+    """Its trainer on this rank, on a CPU."""
     laid_out = build.layout(run)
-    distribution = build.distribution(run, laid_out, World(0, 2, 0), CPU)
-    plans = laid_out.plans(CPU, shards=2)
+    distribution = build.distribution(run, laid_out, world, CPU)
+    plans = laid_out.plans(CPU, shards=distribution.sizes.dp_shard)
     return build.trainer(run, laid_out, plans, Corpus(Walks(), Walks()), distribution, CPU, compiled=False)
 
 
-@pytest.mark.usefixtures("recorder")
+SHARDED = ("+recipe=fp8", "parallel.dp_shard=2", "cuda_graph=true", "comm=fp8")
+
+
 @pytest.mark.parametrize("words", [(), ("optim.in_backward=true",)])
-def test_the_host_of_a_repeated_step(words):
-    """It copies the inputs, restores gradients and what was sent, and the update follows the learning rate."""
-    layout = ("parallel.dp_shard=2", f"tokens_per_step={2 * MICRO * SEQ}")
-    run = composed("+recipe=fp8", *layout, *TINY, "cuda_graph=true", "comm=fp8", f"steps={STEPS}", *words)
-    trainer = trainer_of(run)
-    seen, sent, passes, loss = [], [], trainer.passes, trainer.loss.of_model
+def test_the_host_of_a_repeated_step(two_ranks, words):
+    """Python runs no passes. Gradients of vectors and the account of what was sent are as in the recorded step."""
+    trainer = trainer_of(run_of(*SHARDED, *words), World(0, 2, 0))
+    seen, sent, given = [], [], []
+    loss, update = trainer.loss.of_model, trainer.optimizer.step
 
     def watched(tokens, *others):
         seen.append(tokens)
         return loss(tokens, *others)
 
-    trainer.loss.of_model = watched
-    update, given = trainer.optimizer.step, []
-
     def updating(**arguments):
         given.append([parameter.grad is not None for parameter in trainer.model.parameters() if parameter.ndim < 2])
         update(**arguments)
 
-    trainer.optimizer.step = updating
+    trainer.loss.of_model, trainer.optimizer.step = watched, updating
     for _ in range(WARM_UP + 3):
         metrics = trainer.step()
         sent.append(metrics["comm/grad_bytes"])
@@ -149,18 +167,30 @@ def test_the_host_of_a_repeated_step(words):
     assert torch.equal(seen[-1], last), "the recorded step reads the newest batch"
     assert len(set(sent)) == 1 and sent[0] > 0
     assert len(given) == WARM_UP + 3 and all(map(all, given)), "vectors are updated after the passes"
+    current = torch.cuda.current_stream()
+    for stream in two_ranks:
+        assert [pair for pair in Stream.waited if stream in pair] == [(stream, current), (current, stream)]
+
+
+@pytest.mark.parametrize("gather", ["quantized", "bf16"])
+def test_an_evaluation_between_steps_leaves_nothing(two_ranks, gather):
+    """Neither gathered weights, which the norm of the next step would take for shards, nor rounded ones."""
+    trainer = trainer_of(run_of(*SHARDED, f"parallel.param_all_gather={gather}"), World(0, 2, 0))
+    for _ in range(WARM_UP + 2):
+        trainer.step()
+    gc.collect()
+    before = sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
     trainer.evaluate()
     trainer.step()
     sharded = [isinstance(parameter, DTensor) for parameter in trainer.model.parameters() if parameter.ndim > 1]
-    assert all(sharded), "an evaluation leaves the head gathered; the norm of a step is that of the shards"
-    passes.close()
+    assert all(sharded)
+    gc.collect()
+    assert sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor) - before < 4096
 
 
-@pytest.mark.usefixtures("recorder")
-def test_a_trainer_is_freed_without_the_garbage_collector():
+def test_a_trainer_is_freed_without_the_garbage_collector(two_ranks):
     """A graph must go before the communicators that it uses, whenever Python collects."""
-    run = composed("+recipe=fp8", "parallel.dp_shard=2", *TINY, "cuda_graph=true", f"steps={STEPS}")
-    trainer = trainer_of(run)
+    trainer = trainer_of(run_of(*SHARDED), World(0, 2, 0))
     for _ in range(WARM_UP + 2):
         trainer.step()
     alive = weakref.ref(trainer), weakref.ref(trainer.passes)
@@ -170,3 +200,66 @@ def test_a_trainer_is_freed_without_the_garbage_collector():
         assert [each() for each in alive] == [None, None]
     finally:
         gc.enable()
+
+
+def test_an_error_while_recording_is_that_error(two_ranks, monkeypatch):
+    """The end of an invalid recording raises another one; collectives' streams are joined all the same."""
+
+    @contextmanager
+    def recording(*unused, **options):
+        yield
+        raise RuntimeError("invalid recording")
+
+    trainer = trainer_of(run_of(*SHARDED), World(0, 2, 0))
+    for _ in range(WARM_UP):
+        trainer.step()
+    Stream.waited.clear()
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+
+    def full(*unused):
+        raise torch.OutOfMemoryError("no memory for this step")
+
+    trainer.loss.of_model = full
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for this step"):
+        trainer.step()
+    assert all((torch.cuda.current_stream(), stream) in Stream.waited for stream in two_ranks)
+
+
+@pytest.fixture
+def simulated(streams, monkeypatch):
+    """Graphs on a CPU: they run the recorded passes again, on the recorded inputs, into the recorded tensors. Returns
+    the phases that were recorded.
+    """
+    recorded = []
+
+    def record(self, micro, normalizer):
+        loss = self._passes(micro, normalizer)
+        gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        recorded.append(self._schedule.current)
+
+        def replay():
+            for parameter, _ in gradients:
+                parameter.grad = None
+            loss.copy_(self._passes(micro, normalizer))
+            for parameter, gradient in gradients:
+                gradient.copy_(parameter.grad)
+
+        self._graph, self._loss, self._gradients = Repeated(), loss, gradients
+        self._graph.replay = replay
+
+    monkeypatch.setattr(GraphedPasses, "_record", record)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("case", "phases"), [("fp8", 1), ("draws", 1), ("phases", 2), ("document mask", 1), ("loss in chunks", 1)]
+)
+def test_repeated_steps_have_the_bits_of_launched_ones(simulated, case, phases):
+    """Inputs are those of the step, a returned loss stays, and each phase is recorded."""
+    runs = []
+    for graph in ("false", "true"):
+        job = described(case, WHOLE, graph=graph == "true", accumulation=2, device="cpu")
+        runs.append(trained(job, device=CPU))
+    assert_same(*runs)
+    assert len(simulated) == phases == len(set(map(id, simulated)))

@@ -86,7 +86,7 @@ class Arm:
     @property
     def recorded(self) -> bool:
         """Whether the run repeats a CUDA graph."""
-        return any(word.lower() == "cuda_graph=true" for word in self.overrides)
+        return composed(f"+recipe={self.recipe}", *self.overrides).cuda_graph
 
     def run(self, work: Work, processes: int) -> RunConfig:
         """Return the configuration of its run on `processes`. Raises ValueError if it does not compose."""
