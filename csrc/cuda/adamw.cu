@@ -21,8 +21,8 @@ struct Batch {
   int start, count;
 };
 
-// Inputs of the tables. rate: the learning rate. rms [p], amax [p, 3]: of whole tensors, if parameters are shards; origins [p, 2] of the shards.
-// indices [p]: if masters use stochastic rounding. All may be nullptr.
+// Inputs of the tables. rate: the learning rate. rms [p], amax [p, 3]: of whole tensors, if parameters are shards;
+// origins [p, 2] of the shards. indices [p]: if masters use stochastic rounding. All but rate may be nullptr.
 struct Schedule {
   const double* rate;
   double decay, beta1, beta2;
