@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.parallel import data
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build
+from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.cuda_graph import WARM_UP, GraphedPasses
 from lowprec_train.train.exclusions import Choices
-from lowprec_train.train.launch import World
+from lowprec_train.train.launch import ALONE, World
 from tests.distributed import run_distributed
 from tests.parallel.graphed import CASES, SENT, STEPS, described, trained, work
 from tests.parallel.runs import CPU, MICRO, SEQ, TINY, Walks
@@ -263,3 +264,39 @@ def test_repeated_steps_have_the_bits_of_launched_ones(simulated, case, phases):
         runs.append(trained(job, device=CPU))
     assert_same(*runs)
     assert len(simulated) == phases == len(set(map(id, simulated)))
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_step_that_is_not_finite_is_skipped_in_a_graph_too():
+    """In the warm-up and among repeated steps: the loss of these sequences is NaN."""
+    bad = [Walks().batch(step, 0, MICRO, MICRO).tokens for step in (1, 5)]
+    seen = []
+    for graph in ("false", "true"):
+        trainer = trainer_of(run_of("+recipe=fp8", f"cuda_graph={graph}", tokens=MICRO * SEQ), ALONE)
+        loss = trainer.loss.of_model
+
+        def poisoned(tokens, *others, loss=loss):
+            value = loss(tokens, *others)
+            return value * float("nan") if any(torch.equal(tokens, each) for each in bad) else value
+
+        trainer.loss.of_model = poisoned
+        lines = [trainer.step() for _ in range(8)]
+        seen.append(repr([(float(line["train/loss"]), float(line["train/skipped"])) for line in lines]))
+    assert seen[0] == seen[1] and [float(line["train/skipped"]) for line in lines] == [0, 1, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_run_is_resumed_before_and_behind_a_recording(tmp_path):
+    """Three runs of the same steps: without a graph, with one, and stopped in the warm-up and among repeated steps."""
+    losses = []
+    for graph, stops in (("false", ()), ("true", ()), ("true", (2, 6))):
+        found, checkpointer = [], Checkpointer(tmp_path / f"{graph}-{len(stops)}", interval=1, keep=9)
+        for last in (*stops, 9):
+            trainer = trainer_of(run_of("+recipe=coat", f"cuda_graph={graph}", tokens=MICRO * SEQ), ALONE)
+            if found:
+                checkpointer.load(trainer.checkpoint_parts())
+            while trainer.steps_done < last:
+                found.append(float(trainer.step()["train/loss"]))
+            checkpointer.save(trainer.checkpoint_parts(), trainer.steps_done, wait=True)
+        losses.append(found)
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 9
