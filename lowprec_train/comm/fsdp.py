@@ -183,7 +183,8 @@ class Reducer:
 
         comm/grad_bytes      bytes that this rank sends, from sizes alone
         comm/grad_bytes_nic  the part that goes to other nodes; absent with one node
-        comm/grad_sqnr_db    of the last measured step (every `SAMPLE_INTERVAL`); absent if nothing is rounded
+        comm/grad_sqnr_db    of the last measured step (every `SAMPLE_INTERVAL`); absent if nothing is
+                             rounded, or no step is measured
         comm/grad_mu, comm/grad_at_maximum    of a shared scale: the smaller mu, and the largest share of codes
         """
         return dict(self._metrics)

@@ -147,9 +147,9 @@ def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
     """Shard the laid-out model over the processes. With one process nothing is sharded."""
     grid = checks.layout(run, world.processes)
-    chosen, on_gpu = choices(run, laid_out), device.type == "cuda"
-    chosen.check_memory(grid, on_gpu=on_gpu)
-    chosen.check_graph(on_gpu=on_gpu)
+    chosen = choices(run, laid_out)
+    chosen.check_memory(grid, on_gpu=device.type == "cuda")
+    chosen.check_graph()
     return distribute(
         laid_out.model,
         grid,

@@ -48,7 +48,7 @@ class GraphedPasses:
     ) -> None:
         self._passes, self._data_parallel, self._schedule = passes, data_parallel, schedule
         self._parameters, self._stream = parameters, torch.cuda.Stream(device)
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # read by NCCL when a collective is recorded (decision 0114)
         self._kind: object = None
         self._done = 0  # steps of this kind
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -53,13 +53,11 @@ class Choices:
                 f"optim.grad_accumulation={sums} leaves no FP32 gradients after the backward pass: {clash}"
             )
 
-    def check_graph(self, *, on_gpu: bool) -> None:
+    def check_graph(self) -> None:
         """Check `cuda_graph` against what a recorded step cannot do: decide on the host, or wait for it."""
         run = self.run
         if not run.cuda_graph:
             return
-        if not on_gpu:
-            raise ValueError(f"cuda_graph=true needs a CUDA GPU, and this run is on the CPU (device={run.device})")
         for key, value, allowed, why in (
             ("optim.offload", run.optim.offload, False, "the host starts its copies"),
             ("model.offload", run.model.offload, False, "the host starts its copies"),
@@ -80,8 +78,8 @@ class Choices:
             return f"{backend} keeps its state on the host; use a recipe of this package"
         if self.sums is not None and not run.optim.in_backward:
             return f"optim.grad_accumulation={self.sums} is read after it; use optim.in_backward=true as well"
-        if run.optim.in_backward and (run.optim.backend != "own" or "adamw" not in SERVED.get("cuda", ())):
-            return "optim.in_backward=true needs our compiled AdamW, which reads the learning rate on the GPU"
+        if run.optim.in_backward and run.optim.backend != "own":
+            return f"optim.backend={run.optim.backend} takes the learning rate from the host; use optim.backend=own"
         return ""
 
     def check_libraries(self, device: torch.device) -> None:
@@ -96,6 +94,19 @@ class Choices:
             apex.check(self.rule, self.codecs, device)
         if run.model.norm_backend == "apex":
             self._check_apex_norms(device)
+        if run.cuda_graph:
+            self._check_graph_on(device)
+
+    def _check_graph_on(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(
+                f"cuda_graph=true needs a CUDA GPU, and this run is on {device} (device={self.run.device})"
+            )
+        if self.run.optim.in_backward and "adamw" not in SERVED.get("cuda", ()):
+            raise ValueError(
+                "cuda_graph=true with optim.in_backward=true needs the compiled kernel of AdamW, which reads the "
+                "learning rate on the GPU; build it (docs/building.md), or use optim.in_backward=false"
+            )
 
     def _check_apex_norms(self, device: torch.device) -> None:
         if device.type != "cuda":

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.ops.library import SERVED
 from lowprec_train.parallel import data
 from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.train import build
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.cuda_graph import WARM_UP, GraphedPasses
@@ -65,22 +67,35 @@ def test_a_graph_with_collectives(layout):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "cuda_graph=true needs a CUDA GPU, and this run is on the CPU .device=cpu."),
         (("optim.offload=true",), "optim.offload=True: the host starts its copies; use optim.offload=False"),
         (("model.offload=true", "model.recompute=full"), "model.offload=True"),
         (("profile.steps=2",), "profile.steps=2: a step that is recorded under torch's profiler may never end"),
         (("telemetry_interval=4",), "telemetry_interval=4: observed steps have other kernels"),
         (("comm=fp8_lm",), "the head-room of comm=.* moves between steps; use comm=fp8"),
         (("+optim/moment@optim.grad_accumulation=bf16",), "optim.grad_accumulation=BF16 is read after it"),
-        (("optim.in_backward=true", "optim=apex_adamw"), "needs our compiled AdamW, which reads the learning rate"),
+        (("optim.in_backward=true", "optim=apex_adamw"), "optim.backend=apex takes the learning rate from the host"),
         (("+recipe=te_fp8",), "keeps its state on the host; use a recipe of this package"),
     ],
 )
 def test_what_a_graph_excludes(words, said):
     run = composed("device=cpu", "cuda_graph=true", *words)
-    chosen = build.choices(run, build.layout(run))
     with pytest.raises(ValueError, match=said):
-        chosen.check_graph(on_gpu=bool(words))
+        build.choices(run, build.layout(run)).check_graph()
+
+
+def test_an_estimate_refuses_what_a_run_refuses():
+    with pytest.raises(ValueError, match="telemetry_interval=4: observed steps have other kernels"):
+        Subject(run=composed("cuda_graph=true", "telemetry_interval=4"), gpus=1)
+
+
+def test_what_a_graph_needs_of_a_machine(monkeypatch):
+    run = composed("cuda_graph=true", "optim.in_backward=true")
+    chosen = build.choices(run, build.layout(run))
+    with pytest.raises(ValueError, match="cuda_graph=true needs a CUDA GPU, and this run is on cpu .device=auto."):
+        chosen.check_libraries(CPU)
+    monkeypatch.setitem(SERVED, "cuda", frozenset())
+    with pytest.raises(ValueError, match="optim.in_backward=true needs the compiled kernel of AdamW"):
+        chosen.check_libraries(torch.device("cuda"))
 
 
 class Repeated:
@@ -115,7 +130,7 @@ def streams(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *unused, **options: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(Choices, "check_graph", lambda self, *, on_gpu: None)
+    monkeypatch.setattr(Choices, "check_libraries", lambda self, device: None)
     monkeypatch.setattr(data, "communication_streams", lambda root: sides)
     return sides
 

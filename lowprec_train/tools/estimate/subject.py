@@ -117,7 +117,9 @@ class Subject:
         object.__setattr__(self, "group", MetaGroup(self.sizes.tp))
         checks.choices(self.run.parallel)
         checks.sequence(self.run)
-        build.choices(self.run, self.laid_out).check_memory(self.sizes, on_gpu=True)
+        chosen = build.choices(self.run, self.laid_out)
+        chosen.check_memory(self.sizes, on_gpu=True)
+        chosen.check_graph()
 
     @cached_property
     def sizes(self) -> Sizes:
