@@ -104,6 +104,7 @@ REFUSED = {
     "telemetry_interval=2": "telemetry cannot observe its roundings",
     "model.recompute=full": "would run outside of its pass",
     "model.recompute=selective": "would run outside of its pass",
+    "model.full_recompute_layers=1": "would run outside of its pass",
     "precision.override.dgrad.a.format=E4M3": "use the options of",
     "precision/schedule=bf16_end": "has state from earlier steps",
     "+precision/scaling=banana": "banana",

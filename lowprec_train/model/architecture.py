@@ -26,11 +26,12 @@ class Architecture:
     rope_theta: base of the rotary frequencies; unused when positions are learned.
     rope_scaling: scaling of these frequencies, see `layers.scaled_frequencies`; None: none.
     recompute: "none" | "selective" | "full", see `model.recompute`.
+    full_recompute_layers: the first N blocks are recomputed as with "full", the others as `recompute` says.
     offload: keep inputs of blocks in host memory between the passes, see `model.offload`; needs recompute "full".
     loss_chunk: number of tokens whose logits exist at a time, see `model.head`; None: all of a micro-batch.
 
-    Raises ValueError for sizes that do not divide, for offload without recompute "full", and for a loss_chunk,
-    rope_theta or norm_eps that is not a positive number.
+    Raises ValueError for sizes that do not divide, for offload without recompute "full", for full_recompute_layers with
+    it or beyond the number of blocks, and for a loss_chunk, rope_theta or norm_eps that is not a positive number.
     """
 
     vocab_size: int
@@ -54,6 +55,7 @@ class Architecture:
     rope_scaling: Mapping[str, Any] | None = None
     norm_eps: float = 1e-5
     recompute: str = "none"
+    full_recompute_layers: int = 0
     offload: bool = False
     loss_chunk: int | None = None
 
@@ -61,6 +63,16 @@ class Architecture:
         if self.offload and self.recompute != "full":
             raise ValueError(
                 f"model.offload=true needs model.recompute=full, not {self.recompute}: only block inputs are offloaded"
+            )
+        if not 0 <= self.full_recompute_layers <= self.layers:
+            raise ValueError(
+                f"model.full_recompute_layers={self.full_recompute_layers} must be between 0 and the {self.layers} "
+                "blocks of the model"
+            )
+        if self.full_recompute_layers and self.recompute == "full":
+            raise ValueError(
+                f"model.full_recompute_layers={self.full_recompute_layers} adds nothing to model.recompute=full, which "
+                "recomputes all blocks; set it to 0, or model.recompute to none or selective"
             )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens above 0, or null")
@@ -75,6 +87,12 @@ class Architecture:
                 f"divide dim where there is no head_dim, kv_heads must divide heads, and the head width {width:g} must "
                 "be a positive multiple of 8"
             )
+
+    @property
+    def recompute_by_block(self) -> tuple[str, ...]:
+        """`recompute` of each block."""
+        whole = self.full_recompute_layers
+        return ("full",) * whole + (self.recompute,) * (self.layers - whole)
 
     @property
     def head_width(self) -> int:

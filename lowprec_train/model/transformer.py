@@ -119,7 +119,7 @@ class Transformer(nn.Module):
         attention_type = _choose("attention", sizes.attention, ATTENTIONS)
         position_type = _choose("positions", sizes.positions, POSITIONS)
         block_type = _choose("norm_placement", sizes.norm_placement, BLOCKS)
-        again = _choose("recompute", sizes.recompute, RECOMPUTE)
+        again = {how: _choose("recompute", how, RECOMPUTE) for how in (sizes.recompute, *sizes.recompute_by_block)}
         self.vocab_size, self.dim, self.layers = sizes.vocab_size, sizes.dim, sizes.layers
         self.max_seq_len, self.dtype = sizes.max_seq_len, dtype
         self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_width
@@ -137,9 +137,9 @@ class Transformer(nn.Module):
                 attention_type(sizes.dim, sizes.heads, sizes.kv_heads, sizes.bias, **options),
                 mlp_type(sizes.dim, sizes.ffn, sizes.bias),
                 (norm_type(sizes.dim, sizes.norm_eps, sizes.bias), norm_type(sizes.dim, sizes.norm_eps, sizes.bias)),
-                again,
+                again[how],
             )
-            for _ in range(sizes.layers)
+            for how in sizes.recompute_by_block
         )
         self.block_sites = [(0, 0)] * sizes.layers  # a block's first linear in the model's draws, and how many it has
         self.norm = norm_type(sizes.dim, sizes.norm_eps, sizes.bias)

@@ -177,6 +177,12 @@ def check_settings(run: RunConfig, phases: Sequence[Phase]) -> None:
             ("parallel.tp", run.parallel.tp, 1, "its layers hold whole weights"),
             ("telemetry_interval", run.telemetry_interval, 0, "telemetry cannot observe its roundings"),
             ("model.recompute", run.model.recompute, "none", "a recomputed block would run outside of its pass"),
+            (
+                "model.full_recompute_layers",
+                run.model.full_recompute_layers,
+                0,
+                "a recomputed block would run outside of its pass",
+            ),
         ):
             if value != allowed:
                 raise ValueError(f"{key}={value}: {backend} runs linear layers, and {why}; use {key}={allowed}")

@@ -93,6 +93,24 @@ def test_selective_runs_no_gemm_and_no_attention_again(build, batch) -> None:
     assert counts["selective"]["silu"] == counts["full"]["silu"] == 2 * counts["none"]["silu"]
 
 
+@pytest.mark.parametrize("others", ["none", "selective"])
+def test_the_first_blocks_are_recomputed_as_a_whole(build, batch, others: str) -> None:
+    """With the bits of `none`; each of two blocks saves its input alone and runs its attention again."""
+    found, kept, calls = {}, {}, {}
+    for whole in (0, 2, 4):
+        model = build("llama", layers=4, recompute=others, full_recompute_layers=whole)
+        with Record() as record:
+            hidden = model.hidden(batch()[0])
+            kept[whole] = record.kept()
+            hidden.sum().backward()
+        calls[whole] = record.calls["_scaled_dot_product_flash_attention_for_cpu"]
+        found[whole] = [hidden.detach(), *(grad for _, grad in gradients(model) if grad is not None)]
+    assert calls == {0: 4, 2: 6, 4: 8}
+    assert kept[0] - kept[2] == kept[2] - kept[4] > 0
+    for whole in (2, 4):
+        assert all(torch.equal(*pair) for pair in zip(found[whole], found[0], strict=True))
+
+
 def test_gemms_attention_and_collectives_are_kept_by_name() -> None:
     def kept(operation: Any) -> bool:
         return keep_dear(None, operation) is CheckpointPolicy.MUST_SAVE

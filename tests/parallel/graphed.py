@@ -19,6 +19,7 @@ from tests.train.standins import Corpus
 
 STEPS = 12
 EVALUATED = (2, 4, 10)  # 0-based steps that an evaluation follows: in the warm-up, and of repeated steps in each phase
+RECOMPUTED = ("model.recompute=selective", "model.full_recompute_layers=1", "parallel.grad_reduce=every_microbatch")
 LATER = "precision.schedule.end.at=0.5"
 SENT = {  # only with several ranks
     "estimator": ("+recipe=fp4", "parallel.param_all_gather=quantized"),
@@ -39,7 +40,7 @@ CASES = {
     "muon": ("+recipe=bf16", "optim=muon"),
     "document mask": ("+recipe=fp8", "data.document_mask=true"),
     "loss in chunks": ("+recipe=bf16", "model.loss_chunk=48"),
-    "sums": ("+recipe=fp8", IN_BACKWARD, f"{SUMS}=e4m3", "+optim.grad_accumulation.stochastic=true"),
+    "sums": ("+recipe=fp8", IN_BACKWARD, f"{SUMS}=e4m3", "+optim.grad_accumulation.stochastic=true", *RECOMPUTED),
     **SENT,
 }
 

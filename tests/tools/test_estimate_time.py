@@ -111,6 +111,16 @@ def test_recomputation_adds_a_forward_pass_of_the_blocks():
     assert again["attention"] == pytest.approx(plain["attention"] * 4 / 3)
 
 
+def test_blocks_that_are_recomputed_as_a_whole_are_counted_one_by_one():
+    """SMALL has two blocks."""
+    none, one, full = (
+        seconds("+recipe=coat", word)
+        for word in ("model.recompute=none", "model.full_recompute_layers=1", "model.recompute=full")
+    )
+    for what in ("gemm", "attention", "quantise", "elementwise"):
+        assert one[what] - none[what] == pytest.approx((full[what] - none[what]) / 2), what
+
+
 def test_every_recipe_has_a_time():
     from lowprec_train.config import choices
 

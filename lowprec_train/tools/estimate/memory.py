@@ -35,12 +35,12 @@ _BLOCKS: dict[tuple[object, ...], tuple[SavedBytes, ...]] = {}
 
 
 def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
-    """Return the bytes that autograd saves under `recompute`, instead of the run's `model.recompute`. Cached for all
-    sizes of a micro-batch and all layouts with the same tensor-parallel shards. With `full`, a block saves only its
-    input, so blocks need no count.
+    """Return the bytes that autograd saves if all blocks recompute as `recompute` says. Cached for all sizes of a
+    micro-batch and all layouts with the same tensor-parallel shards. With `full`, a block saves only its input, so
+    blocks need no count.
     """
     run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
-    model = replace(run.model, recompute="none")
+    model = replace(run.model, recompute="none", full_recompute_layers=0)
     key = (repr((model, run.precision, run.data, run.compile)), subject.sizes.tp, sizes)
     if key not in _RESTS:
         _RESTS[key] = Counter(subject, "none").rest()
@@ -79,8 +79,8 @@ class Memory:
 
 def memory(subject: Subject, reduction: Reduction) -> Memory:
     """Return the memory of rank 0, which has the largest shards."""
-    chosen = subject.run.model.recompute
-    saved, again = saved_bytes(subject, chosen), saved_bytes(subject, "none")
+    again, parts = saved_bytes(subject, "none"), {how: saved_bytes(subject, how) for how in set(subject.recompute)}
+    saved = replace(again, blocks=tuple(parts[how].blocks[index] for index, how in enumerate(subject.recompute)))
     standing = {
         "parameters": parameters(subject),
         "optimizer states": states(subject) - offload.states_on_host(subject),

@@ -37,6 +37,7 @@ def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = No
         "precision": run.precision.name,
         "comm": str(reduction.codec),
         "recompute": run.model.recompute,
+        "full_recompute_layers": run.model.full_recompute_layers,
         "compiled": subject.compiled,
         "sizes": asdict(subject.sizes) | {"gpus": subject.sizes.processes},
         "reshard_after_forward": run.parallel.reshard_after_forward,
@@ -84,7 +85,7 @@ def text(found: Estimate) -> str:
     axes = ", ".join(f"{axis} {sizes[axis]}" for axis in ("dp_replicate", "dp_shard", "tp"))
     lines = [
         f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters, precision {found['precision']}, gradients "
-        f"{found['comm']}, recompute {found['recompute']}",
+        f"{found['comm']}, recompute {found['recompute']}{_whole(found['full_recompute_layers'])}",
         f"{sizes['gpus']} GPUs: {axes}; {found['micro_batches']} micro-batches of {found['micro_batch_tokens']:,} "
         f"tokens a step and rank, {found['tokens_per_step']:,} tokens a step",
         "",
@@ -122,6 +123,10 @@ def _host(found: Mapping[str, int]) -> list[str]:
         return []
     pinned, link = found["pinned"] / GIB, found["link_each_way"] / GB
     return [f"  pinned memory of the host: {pinned:,.3f} GiB; {link:,.3f} GB a step cross the link in each direction"]
+
+
+def _whole(blocks: int) -> str:
+    return f" ({blocks} blocks full)" if blocks else ""
 
 
 def _rows(values: Mapping[str, Any], unit: float, name: str) -> list[str]:

@@ -55,7 +55,7 @@ class SavedParts:
 
 @dataclass(frozen=True)
 class Counter:
-    """Counts what autograd saves for a micro-batch. recompute: instead of the run's `model.recompute`.
+    """Counts what autograd saves for a micro-batch. recompute: of all blocks.
 
     Raises ValueError for "selective" in an eager run: autograd's hooks do not see what it recomputes.
     """

@@ -83,24 +83,25 @@ class Pass:
         return self.subject.laid_out.plans(META)[0]
 
     @property
-    def forward_passes(self) -> int:
-        """Number of forward passes of a block's GEMMs and attention, with that of full recomputation."""
-        return 2 if self.subject.run.model.recompute == "full" else 1
+    def forward_passes(self) -> float:
+        """Number of forward passes of a block's GEMMs and attention, with that of full recomputation; the mean of all
+        blocks.
+        """
+        return 1 + self.subject.recompute.count("full") / self.subject.run.model.layers
 
     @property
     def kernels(self) -> int:
         """Approximate number of kernel launches; a forward pass has a third of them."""
         made = sum(3 + sum(o.op is not Op.NONE for o in plan.operands()) for plan in self.plans.values())
-        return (made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers) * (2 + self.forward_passes) // 3
+        return int((made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers) * (2 + self.forward_passes) / 3)
 
     def times(self) -> Seconds:
         """Return the seconds by class."""
         gemm = quantise = 0.0
         tp = self.subject.sizes.tp
         for name, plan in self.plans.items():
-            inside = name.startswith("blocks.")
-            forward = self.forward_passes if inside else 1.0
-            roundings = 1 if self.subject.run.model.recompute == "none" or not inside else 2
+            how = self.subject.recompute[int(name.split(".")[1])] if name.startswith("blocks.") else "none"
+            forward, roundings = 2 if how == "full" else 1, 1 if how == "none" else 2
             read = self._weight_bytes(name)
             for which, each in plan.gemms().items():
                 gemm += (forward if which == "fprop" else 1) * self._gemm(each) / tp
@@ -193,15 +194,15 @@ class Pass:
     def _elementwise(self) -> float:
         """Return the seconds of norms with residual sums, rotary embedding, activations, embedding and loss."""
         model, tokens, tp = self.subject.run.model, self.subject.tokens, self.subject.sizes.tp
-        moved, passes = 0.0, 1 if self.subject.run.model.recompute == "none" else 2  # `selective` recomputes these
-        for index in range(model.layers):
+        moved = 0.0
+        for index, how in enumerate(self.subject.recompute):
             layers = {n.rpartition(".")[2]: p for n, p in self.plans.items() if n.startswith(f"blocks.{index}.")}
             up, down = layers.get("gate_up", layers.get("up")), layers["down"]
             assert up is not None
             rotary, wide, inner = layers["qkv"].shape[0], up.shape[0], down.shape[1]
             forward = 2 * 4 * model.dim + 2 * rotary + wide + inner
             backward = 2 * 4 * model.dim + 2 * rotary + 2 * wide + 2 * inner
-            moved += passes * forward + backward
+            moved += (1 if how == "none" else 2) * forward + backward  # `selective` recomputes these
         logits = 3 * model.vocab_size
         return tokens * BF16 * (moved + logits + 4 * model.dim) / self.device.memory / tp
 
@@ -285,7 +286,7 @@ def host_link(subject: Subject, device: Device, times: Seconds) -> float:
     crossing = offload.states_on_host(subject) / device.pcie
     inputs = offload.link_bytes(subject) / device.pcie - crossing
     passes = sum(seconds for what, seconds in times.items() if what in PASSES)
-    again = 1 if subject.run.model.recompute == "full" else 0
+    again = subject.recompute.count("full") / subject.run.model.layers
     backward = passes * (2 + again) / (3 + again)
     if subject.run.optim.in_backward:
         return max(0.0, crossing + inputs - backward - times["optimizer"])

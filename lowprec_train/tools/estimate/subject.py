@@ -30,6 +30,7 @@ from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.meta_group import MetaGroup
 from lowprec_train.train import build, build_optimizer, checks, ranges
 from lowprec_train.train.describe import MetaModel
+from lowprec_train.train.weights import architecture
 
 META = torch.device("meta")
 FP32, BF16 = 4, 2
@@ -163,10 +164,15 @@ class Subject:
             raise ValueError(f"{backend} runs the linear layers, and the memory that it saves is not known")
         return laid_out
 
+    @cached_property
+    def recompute(self) -> tuple[str, ...]:
+        """What each block recomputes: "none", "selective" or "full"."""
+        return architecture(self.run.model).recompute_by_block
+
     def model(self, recompute: str | None = None) -> Transformer:
         """Return one rank's model, with recipes of the first step, draws, and all-gathered weights.
 
-        recompute: instead of the run's choice.
+        recompute: of all blocks, instead of the run's choice.
         """
         made, _ = self._cut(recompute)
         named = dict(made.named_parameters())
@@ -265,8 +271,9 @@ class Subject:
         return self.sizes.dp_shard * format.bytes + (elements if format.packed else 0)
 
     def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:
-        chosen = self.run.model.recompute if recompute is None else recompute
-        alone = replace(self.run.model, recompute=chosen, offload=False)
+        alone = replace(self.run.model, offload=False)
+        if recompute is not None:
+            alone = replace(alone, recompute=recompute, full_recompute_layers=0)
         laid_out = build.layout(replace(self.run, model=alone))
         model, cuts = laid_out.model, {}
         if self.sizes.tp > 1:

@@ -131,23 +131,23 @@ def activations(subject: Subject) -> Bytes:
     """Return the bytes of activations per step between tensor-parallel ranks."""
     if subject.sizes.tp == 1:
         return {}
-    kinds = subject.kinds()
+    kinds = tuple(zip(subject.kinds(), subject.recompute, strict=True))
     rest = _sent(subject, None)
-    blocks = {kind: _sent(subject, kind) for kind in dict.fromkeys(kinds)}
+    blocks = {kind: _sent(subject, *kind) for kind in dict.fromkeys(kinds)}
     found = {
         what: subject.micro_batches * (of_rest + sum(blocks[kind][what] - of_rest for kind in kinds))
         for what, of_rest in rest.items()
     }
-    if subject.run.model.recompute == "selective":
+    if "selective" in subject.recompute:
         found["gather"] += subject.micro_batches * _gathered_again(subject)
     return found
 
 
-def _sent(subject: Subject, block: int | None) -> Bytes:
+def _sent(subject: Subject, block: int | None, recompute: str = "none") -> Bytes:
     """Return the bytes of a micro-batch for the model with one block, or none: eager forward and backward pass, without
     what selective recomputation repeats.
     """
-    model = only(subject.model("none" if subject.run.model.recompute == "selective" else None), block)
+    model = only(subject.model("full" if recompute == "full" else "none"), block)
     before = dict(subject.group.sent)
     subject.loss(model, subject.run.micro_batch).backward()
     return {what: size - before[what] for what, size in subject.group.sent.items()}
@@ -159,7 +159,8 @@ def _gathered_again(subject: Subject) -> int:
     """
     model, size = subject.model("none"), subject.sizes.tp
     sent = 0
-    for linear in (module for module in model.blocks.modules() if isinstance(module, Linear)):
+    blocks = [block for block, how in zip(model.blocks, subject.recompute, strict=True) if how == "selective"]
+    for linear in (module for block in blocks for module in block.modules() if isinstance(module, Linear)):
         if linear.split is None or linear.split.dim != 0:
             continue
         plan = linear.plan(subject.tokens, model.dtype, META)
