@@ -30,6 +30,13 @@ from lowprec_train.train.step_passes import MicroBatch, Passes
 WARM_UP = 3
 
 
+def prepare_nccl() -> None:
+    """Keep NCCL from registering the buffers of recorded collectives, unless the user has chosen (decision 0114). NCCL
+    reads it when a collective is recorded.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 class GraphedPasses:
     """Runs the passes of a step as a graph, after `WARM_UP` steps. If the shapes of the inputs or the phase of the
     precision schedule change, they are warmed up and recorded again.
@@ -48,7 +55,7 @@ class GraphedPasses:
     ) -> None:
         self._passes, self._data_parallel, self._schedule = passes, data_parallel, schedule
         self._parameters, self._stream = parameters, torch.cuda.Stream(device)
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # read by NCCL when a collective is recorded (decision 0114)
+        prepare_nccl()
         self._kind: object = None
         self._done = 0  # steps of this kind
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -1,4 +1,4 @@
-"""A rank that runs `lowprec bench comm` over gloo, as torchrun would start it."""
+"""A rank that runs `lowprec bench comm` as torchrun would start it."""
 
 import contextlib
 import io
@@ -9,11 +9,11 @@ from lowprec_train.tools import cli
 RANKS = 2
 
 
-def work(rank: int, directory: str, port: int) -> str:
+def work(rank: int, directory: str, port: int, options: tuple[str, ...] = ("--device", "cpu")) -> str:
     """What it prints."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = ["bench", "comm", "--model", "llama_tiny", "--rounds", "3", "--device", "cpu", "--out", directory]
+    command = ["bench", "comm", "--model", "llama_tiny", "--rounds", "3", *options, "--out", directory]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert not cli.main(command)
     return printed.getvalue()

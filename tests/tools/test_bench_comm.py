@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from lowprec_train.tools import cli
 from lowprec_train.tools.bench import comm, report
@@ -67,6 +68,22 @@ def test_ratios_go_by_the_library_in_bf16():
     broken = {"kind": "all_reduce", "name": "library FP32", "sent": 1, "error": "RuntimeError: a | b"}
     table = report.comm({"ranks": 2, "backend": "gloo", "elements": 1, "rounds": 1, "rows": comm.compared([broken])})
     assert table[-1] == "| all_reduce | library FP32 | RuntimeError: a / b |  |  |  |  |"
+
+
+def test_a_graph_needs_gpus():
+    with pytest.raises(ValueError, match="--cuda-graph needs CUDA GPUs, and this is --device cpu"):
+        comm.measure(torch.device("cpu"), {}, cuda_graph=True)
+
+
+@pytest.mark.gpu
+def test_recorded_sums_are_the_sums(tmp_path):
+    """The errors of FP32 sums in rank order, and those of the payloads."""
+    run_distributed(work, RANKS, str(tmp_path), free_port(), ("--cuda-graph",), backend=None, on_gpu=True, timeout=200)
+    result = json.loads((tmp_path / "comm_2.json").read_text())
+    assert result["cuda_graph"] and "recorded as CUDA graphs" in report.markdown(result)
+    found = {(row["kind"], row["name"]): row.get("sqnr_db") for row in result["rows"]}
+    for kind in KINDS:
+        assert found[kind, "FP32"] is None and 53 < found[kind, "BF16"] < 60 and 30 < found[kind, "E4M3"] < 33
 
 
 def test_one_process_sends_nothing(capsys):

@@ -2,7 +2,8 @@
 
 All start from a flat FP32 buffer of one layer's gradients on every rank and end in FP32, so a library sum in BF16 is
 timed with its two casts, as in a training step. Contestants take turns, one call per round, and all ranks start
-together. The time of a call is that of the slowest rank.
+together. The time of a call is that of the slowest rank. It includes the host's time to launch it, unless all calls
+are recorded as CUDA graphs.
 
 The SQNR of each result is measured once: 10 log10 of the signal over the error, relative to an FP32 sum; None for
 bit-equal results.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
 from lowprec_train.train import build
 from lowprec_train.train.compose import composed
+from lowprec_train.train.cuda_graph import prepare_nccl
 
 KINDS = ("reduce_scatter", "all_reduce")
 BASELINE = "library BF16"
@@ -50,6 +52,24 @@ class Contestant:
     sent: int
 
 
+class Recorded:
+    """A reduction as a CUDA graph. flat: its input, read again at each call. Recorded on a stream of its own."""
+
+    def __init__(self, reduce: Reduce, flat: Tensor) -> None:
+        stream = torch.cuda.Stream(flat.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            reduce(flat)  # allocates and compiles what stays
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            self._total = reduce(flat)
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        self._graph.replay()
+        return self._total
+
+
 def layer(model: str) -> Shapes:
     """Return the shapes of the matrices in the first block of a model configuration."""
     laid_out: Transformer = build.layout(composed(f"model={model}")).model
@@ -57,17 +77,25 @@ def layer(model: str) -> Shapes:
     return {name: tuple(parameter.shape) for name, parameter in named if parameter.ndim >= 2}
 
 
-def measure(device: torch.device, shapes: Shapes, *, rounds: int = 20, warm_up: int = 3) -> dict[str, Any]:
-    """Return rows by collective and codec, the same on every rank. All ranks of the default group must call it."""
+def measure(
+    device: torch.device, shapes: Shapes, *, rounds: int = 20, warm_up: int = 3, cuda_graph: bool = False
+) -> dict[str, Any]:
+    """Return rows by collective and codec, the same on every rank. All ranks of the default group must call it.
+    cuda_graph: record each call. Raises ValueError for that without a GPU.
+    """
+    if cuda_graph and device.type != "cuda":
+        raise ValueError(f"--cuda-graph needs CUDA GPUs, and this is --device {device.type}")
+    if cuda_graph:
+        prepare_nccl()
     rows: list[dict[str, Any]] = []
     for kind in KINDS:
         ranks = dist.get_world_size()
         layout = sharded_layout(shapes, ranks if kind == "reduce_scatter" else 1)
         flat = gradients(layout.size * (ranks if kind == "reduce_scatter" else 1), device)
-        rows += _turns(contestants(kind, layout, ranks, device), flat, device, rounds, warm_up)
+        rows += _turns(contestants(kind, layout, ranks, device), flat, device, rounds, warm_up, cuda_graph)
     elements = sum(torch.Size(shape).numel() for shape in shapes.values())
     about = {"ranks": dist.get_world_size(), "backend": str(dist.get_backend()), "elements": elements}
-    return about | {"rounds": rounds, "rows": compared(rows)}
+    return about | {"rounds": rounds, "cuda_graph": cuda_graph, "rows": compared(rows)}
 
 
 def gradients(size: int, device: torch.device) -> Tensor:
@@ -99,10 +127,11 @@ def _library(kind: str, layout: FlatLayout, ranks: int, dtype: torch.dtype) -> C
     """Return the sum by NCCL or gloo."""
 
     def reduce(flat: Tensor) -> Tensor:
-        sent = flat.to(dtype, copy=True)
         if kind == "all_reduce":
+            sent = flat.to(dtype, copy=True)  # summed in place
             dist.all_reduce(sent)
             return sent.float()
+        sent = flat.to(dtype)
         row = sent.new_empty(layout.size)
         dist.reduce_scatter_tensor(row, sent)
         return row.float()
@@ -114,7 +143,7 @@ def _library(kind: str, layout: FlatLayout, ranks: int, dtype: torch.dtype) -> C
 
 
 def _turns(
-    found: Sequence[Contestant], flat: Tensor, device: torch.device, rounds: int, warm_up: int
+    found: Sequence[Contestant], flat: Tensor, device: torch.device, rounds: int, warm_up: int, cuda_graph: bool
 ) -> list[dict[str, Any]]:
     """Return a row for each contestant. A failure occurs on all ranks: sizes and back end are the same."""
     rows = {each.name: {"kind": each.kind, "name": each.name, "sent": each.sent} for each in found}
@@ -122,6 +151,9 @@ def _turns(
     for each in found:
         try:
             result = [each.reduce(flat) for _ in range(warm_up)][-1]
+            if cuda_graph:
+                each = replace(each, reduce=Recorded(each.reduce, flat))
+                result = each.reduce(flat)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             rows[each.name]["error"] = cause(error)
             continue
