@@ -55,6 +55,10 @@ class BlockScaledCodec:
     def sends_bf16(self) -> bool:
         return self.format is BF16
 
+    @property
+    def reads_bf16(self) -> bool:
+        return not self.exact
+
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
         """Return the layout as sent. Without scales there are no blocks, so a row is one range."""
         return layout if self.format.scaled else FlatLayout.plain(layout.size)

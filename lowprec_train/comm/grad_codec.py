@@ -39,6 +39,10 @@ class GradCodec(Protocol):
         """Whether all elements are sent in BF16: gradients in BF16 are then sent as they are."""
 
     @property
+    def reads_bf16(self) -> bool:
+        """Whether GEMMs write in BF16 the gradients that are sent at once: none is sent in more bits."""
+
+    @property
     def shares_scales(self) -> bool:
         """Whether all ranks use the same scales, with a head-room mu, and sums can saturate."""
 

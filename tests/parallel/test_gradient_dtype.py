@@ -1,4 +1,4 @@
-"""Gradients that are sent in BF16 are written in BF16 by their GEMMs, and change no bit by that."""
+"""Gradients that are sent in BF16 or FP8 are written in BF16 by their GEMMs. Those in BF16 change no bit by that."""
 
 from unittest import mock
 
@@ -8,7 +8,7 @@ import torch
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.fsdp import UnitSum
 from lowprec_train.comm.shared_scale import SharedScaleCodec
-from lowprec_train.numerics.formats import BF16, E4M3, FP32
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 from lowprec_train.parallel import data
 from lowprec_train.parallel.data import grad_dtype
 from lowprec_train.train.launch import World
@@ -20,19 +20,26 @@ RECIPES = ("fp8", "coat", "fp4", "mxfp4", "mxfp4_fp8", "nvfp4", "averis")
 EACH, LAST = "parallel.grad_reduce=every_microbatch", "parallel.grad_reduce=last_microbatch"
 SENT = {name: (f"+recipe={name}", "comm=bf16") for name in RECIPES}
 SENT |= {"two, each": ("+recipe=fp8", "comm=bf16", EACH), "values": ("+recipe=bf16", "comm=bf16")}
-KEPT = {  # what is summed or rounded to other formats is written in FP32
+ROUNDED = {  # to BF16 and then to FP8
+    "in fp8": ("+recipe=fp8", "comm=fp8"),
+    "in fp8, each": ("+recipe=fp8", "comm=fp8", EACH),
+    "fp4 in fp8": ("+recipe=fp4", "comm=fp8"),
+    "fp4 in fp8, quantized": ("+recipe=fp4", "comm=fp8", "parallel.param_all_gather=quantized"),
+    "in e5m2": ("+recipe=coat", "comm=fp8", "comm.format=E5M2"),
+}
+KEPT = {  # what is summed or shares a scale is written in FP32
     "two, last": ("+recipe=fp8", "comm=bf16", LAST),
     "in fp32": ("+recipe=fp8", "comm=fp32"),
-    "in fp8": ("+recipe=fp8", "comm=fp8"),
+    "two, last, in fp8": ("+recipe=fp8", "comm=fp8", LAST),
     "shared scale": ("+recipe=fp8", "comm=fp8_lm"),
     "as stored": ("+recipe=fp8", "comm=bf16", "parallel.param_all_gather=fp32"),
 }
-CASES = SENT | KEPT
+CASES = SENT | ROUNDED | KEPT
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def job(case, sizes):
-    tokens = MICRO * SEQ * sizes.dp * (2 if case.startswith("two") else 1)
+    tokens = MICRO * SEQ * sizes.dp * (2 if case.startswith("two") or case.endswith("each") else 1)
     layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
     grid = [f"parallel.{key}={value}" for key, value in layout.items()]
     return Job(composed(*TINY, *SPLIT, *CASES[case], f"tokens_per_step={tokens}", "steps=3", *grid), torch.bfloat16)
@@ -52,7 +59,7 @@ def work(rank, jobs, processes):
         with mock.patch.object(UnitSum, "reduce_scatter", watched):
             first = trained(each, World(rank, processes, rank))
         with mock.patch.object(data, "grad_dtype", lambda *args, **options: None):
-            second = trained(each, World(rank, processes, rank)) if case in SENT else None
+            second = trained(each, World(rank, processes, rank)) if case in SENT | ROUNDED else None
         found[case] = first, second, list(units.values())
     return found
 
@@ -76,6 +83,17 @@ def test_gradients_sent_in_bf16_are_written_in_bf16(case, ranks):
         assert written == rounded
 
 
+@pytest.mark.parametrize("case", ROUNDED)
+def test_gradients_sent_in_fp8_are_written_in_bf16(case, ranks):
+    """Which moves losses by much less than the rounding to FP8."""
+    for written, rounded, (*blocks, embedding) in (rank[case] for rank in ranks("dp2")):
+        assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks)
+        assert embedding == {DTYPES.index(torch.float32)}
+        assert written != rounded and written["loss"][0] == rounded["loss"][0]
+        assert written["norm"][0] == pytest.approx(rounded["norm"][0], rel=1e-3)
+        assert written["loss"] == pytest.approx(rounded["loss"], rel=1e-3)
+
+
 @pytest.mark.parametrize("layout", ["replicate2-shard2", "dp2-tp2"])
 def test_in_other_layouts(layout, ranks):
     for written, rounded, (*blocks, _) in (rank["fp8"] for rank in ranks(layout)):
@@ -96,7 +114,9 @@ def test_other_gradients_stay_in_fp32(case, ranks):
         (BlockScaledCodec(BF16), "last_microbatch", 2, None),
         (BlockScaledCodec(BF16), "every_microbatch", 2, torch.bfloat16),
         (BlockScaledCodec(FP32), "every_microbatch", 1, None),
-        (BlockScaledCodec(E4M3), "every_microbatch", 1, None),
+        (BlockScaledCodec(E4M3), "every_microbatch", 2, torch.bfloat16),
+        (BlockScaledCodec(E5M2), "last_microbatch", 1, torch.bfloat16),
+        (BlockScaledCodec(E4M3), "last_microbatch", 2, None),
         (SharedScaleCodec(E4M3), "every_microbatch", 1, None),
     ],
 )

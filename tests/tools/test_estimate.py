@@ -72,14 +72,6 @@ def test_recomputed_blocks_keep_their_input_or_what_is_dear():
         saved(subject("model.recompute=selective", "compile='off'"))
 
 
-def test_the_first_blocks_keep_their_inputs_alone():
-    words = ("+recipe=coat", "model.layers=4")
-    others, mixed = needed(*words), needed(*words, "model.full_recompute_layers=3")
-    whole = needed("+recipe=coat", "model.layers=4", "model.recompute=full")
-    assert mixed.saved.blocks == (*whole.saved.blocks[:3], others.saved.blocks[3])
-    assert others.bytes > mixed.bytes
-
-
 def test_the_rest_is_tokens_norm_and_logits():
     """Token and target numbers, the last norm's input and rate, its output for the head, logits and their sums."""
     rest = saved(subject(*BF16_ADAMW, "model.vocab_size=320")).rest

@@ -1,4 +1,4 @@
-"""`lowprec estimate` of units: of several blocks, and of their gradients."""
+"""`lowprec estimate` of units of several blocks, of their gradients, and of blocks that are recomputed as a whole."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 
 from lowprec_train.tools.estimate.memory import memory
 from lowprec_train.tools.estimate.subject import Subject
-from lowprec_train.tools.estimate.traffic import traffic
+from lowprec_train.tools.estimate.traffic import activations, traffic
 from lowprec_train.train import build
 from lowprec_train.train.compose import composed
 
@@ -60,7 +60,7 @@ def test_gradients_are_copied_where_nodes_sum_first(layout, node_size, copies):
     assert found["at work"] == 2 * elements * (2 + copies)
 
 
-def test_gradients_that_are_sent_in_bf16_are_written_in_bf16():
+def test_gradients_that_are_sent_in_bf16_or_fp8_are_written_in_bf16():
     """By the GEMMs of a recipe that quantises, but for micro-batches whose gradients are summed first."""
     sharded = ("+recipe=fp8", "parallel.dp_shard=2")
     elements = sum(w.shape[0] * w.shape[1] for w in subject(*sharded).weights if w.unit == "blocks.1" and w.matrix)
@@ -69,7 +69,35 @@ def test_gradients_that_are_sent_in_bf16_are_written_in_bf16():
         return moments(*sharded, *overrides)["block 0"]["at work"]
 
     narrow, wide = of_unit("comm=bf16"), of_unit("comm=fp32")
-    assert wide - narrow == 2 * elements and of_unit("comm=fp8") == wide
+    assert wide - narrow == 2 * elements
+    assert of_unit("comm=fp8") == narrow and of_unit("comm=fp8_lm") == wide
     several = ("comm=bf16", "tokens_per_step=512")
     assert of_unit(*several, "parallel.grad_reduce=every_microbatch") == narrow
     assert of_unit(*several, "parallel.grad_reduce=last_microbatch") == wide
+
+
+def test_blocks_that_are_recomputed_as_a_whole_keep_their_inputs_alone():
+    words = (*(word for word in FOUR if word != "+recipe=bf16"), "+recipe=coat")
+    runs = [
+        Subject(run=composed(*words, *more))
+        for more in ((), ("model.full_recompute_layers=3",), ("model.recompute=full",))
+    ]
+    none, mixed, full = (memory(each, build.construct(each.run.comm)) for each in runs)
+    assert mixed.saved.blocks == (*full.saved.blocks[:3], none.saved.blocks[3])
+    assert none.bytes > mixed.bytes
+
+
+def test_such_blocks_send_activations_again():
+    """Of four, one: a quarter of what all of them send beyond what `selective` sends."""
+    size = ("model=llama_tiny", "model.layers=4", "micro_batch=2", "data.seq_len=64", "tokens_per_step=128")
+    runs = (
+        Subject(run=composed(*size, "+recipe=fp8", "parallel.tp=2", *more))
+        for more in (
+            ("model.recompute=selective",),
+            ("model.recompute=selective", "model.full_recompute_layers=1"),
+            ("model.recompute=full",),
+        )
+    )
+    selective, mixed, full = (activations(each) for each in runs)
+    for what in selective:
+        assert 4 * mixed[what] == 3 * selective[what] + full[what], what

@@ -250,11 +250,12 @@ def _sharding(subject: Subject, reduction: Reduction, device: Device) -> Seconds
     gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in copied)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
     tp, codec, encoded = subject.sizes.tp, reduction.codec, 0
+    sent = FP32 if codec.exact else BF16 if codec.sends_bf16 else CODE
     for unit in units(matrices, subject.run.parallel.blocks_per_unit).values():
         copied_too = not sent_unchanged(subject, reduction, unit)
         for weight in unit:
-            read = subject.gradient_size(weight, codec) + BF16 if copied_too else 0
-            encoded += math.prod(weight.part(tp)) * (read + BF16)
+            copy = subject.gradient_size(weight, codec) + sent if copied_too else 0
+            encoded += math.prod(weight.part(tp)) * (copy + sent)
     rounded = sum(math.prod(w.mine(subject.sizes)) for w in matrices if subject.rounded_bytes(w))
     moved = rounded * (FP32 + BF16) + subject.micro_batches * 2 * gathered + sums * (encoded + mine * FP32)
     return {"sharding": moved / device.sharding}
