@@ -2,9 +2,10 @@
 
     g = sum_i decode(encode(g_i))        encode: codes and one power-of-two scale per 256 consecutive elements
 
-Each contribution is rounded once, and the sum is computed in FP32, in rank order. The error of a parameter's sum
-relative to sqrt(sum_i |g_i|^2) does not depend on the number of ranks: 2.6 % for E4M3, 5.2 % for E5M2 (rounding errors
-of ranks add like independent noise). A scale is one exponent byte, so an element needs 1 + 1/256 bytes; BF16 needs 2.
+Each contribution is encoded once, from BF16 or FP32, and the sum is computed in FP32, in rank order. The error of a
+parameter's sum relative to sqrt(sum_i |g_i|^2) does not depend on the number of ranks: 2.6 to 2.7 % for E4M3, 5.3 % for
+E5M2 (rounding errors of ranks add like independent noise). A scale is one exponent byte, so an element needs 1 + 1/256
+bytes; BF16 needs 2.
 
 A non-finite element makes its whole block NaN on the receiver. A finite element never saturates (power-of-two scales
 round up). A block of zeros is exact.
@@ -56,7 +57,7 @@ class BlockScaledCodec:
         return self.format is BF16
 
     @property
-    def reads_bf16(self) -> bool:
+    def bf16_suffices(self) -> bool:
         return not self.exact
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:

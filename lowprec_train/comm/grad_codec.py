@@ -39,8 +39,8 @@ class GradCodec(Protocol):
         """Whether all elements are sent in BF16: gradients in BF16 are then sent as they are."""
 
     @property
-    def reads_bf16(self) -> bool:
-        """Whether GEMMs write in BF16 the gradients that are sent at once: none is sent in more bits."""
+    def bf16_suffices(self) -> bool:
+        """Whether gradients that are sent at once may be written in BF16, because no element is sent in more bits."""
 
     @property
     def shares_scales(self) -> bool:

@@ -51,7 +51,7 @@ class SharedScaleCodec:
     format: Format = E4M3
     every_addition: bool = True
 
-    block, exact, sends_bf16, reads_bf16, shares_scales = 1, False, False, False, True
+    block, exact, sends_bf16, bf16_suffices, shares_scales = 1, False, False, False, True
 
     def __post_init__(self) -> None:
         if self.format not in (E4M3, E5M2):

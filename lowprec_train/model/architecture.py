@@ -30,8 +30,8 @@ class Architecture:
     offload: keep inputs of blocks in host memory between the passes, see `model.offload`; needs recompute "full".
     loss_chunk: number of tokens whose logits exist at a time, see `model.head`; None: all of a micro-batch.
 
-    Raises ValueError for sizes that do not divide, for offload without recompute "full", for full_recompute_layers with
-    it or beyond the number of blocks, and for a loss_chunk, rope_theta or norm_eps that is not a positive number.
+    Raises ValueError for sizes that do not divide, for offload without recompute "full", for full_recompute_layers
+    beyond the number of blocks, and for a loss_chunk, rope_theta or norm_eps that is not a positive number.
     """
 
     vocab_size: int
@@ -68,11 +68,6 @@ class Architecture:
             raise ValueError(
                 f"model.full_recompute_layers={self.full_recompute_layers} must be between 0 and the {self.layers} "
                 "blocks of the model"
-            )
-        if self.full_recompute_layers and self.recompute == "full":
-            raise ValueError(
-                f"model.full_recompute_layers={self.full_recompute_layers} adds nothing to model.recompute=full, which "
-                "recomputes all blocks; set it to 0, or model.recompute to none or selective"
             )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens above 0, or null")

@@ -50,12 +50,12 @@ GRAD_REDUCE = ("last_microbatch", "every_microbatch")
 def grad_dtype(codec: GradCodec, *, grad_reduce: str, micro_batches: int) -> torch.dtype | None:
     """Return the dtype in which GEMMs write the gradients of all-gathered weights; None: that of the parameters.
 
-    It is BF16 if each of these gradients is sent at once and in no more bits (`GradCodec.reads_bf16`). Where BF16 is
+    It is BF16 if each of these gradients is sent at once and in no more bits (`GradCodec.bf16_suffices`). Where BF16 is
     sent, the bytes are the same, rounded by the GEMM or by the codec. micro_batches: of a step on each rank. With
     several, gradients that are reduced after the last one are summed first.
     """
     at_once = micro_batches == 1 or grad_reduce == "every_microbatch"
-    return torch.bfloat16 if at_once and codec.reads_bf16 else None
+    return torch.bfloat16 if at_once and codec.bf16_suffices else None
 
 
 def shard(

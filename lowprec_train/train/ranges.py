@@ -61,6 +61,7 @@ RANGES: dict[str, Range] = {
     "model.kv_heads": Range(1, 1 << 12),
     "model.ffn": Range(1, 1 << 20),
     "model.max_seq_len": Range(1, 1 << 24),
+    "model.full_recompute_layers": Range(0, 1 << 12),
     "model.rope_theta": Range(1, 1e30),
     "model.norm_eps": Range(1e-18, 1),
     "optim.lr": Range(0, 1e30, above=True),

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 import lowprec_train.comm.process_group  # noqa: F401  registers lowprec_comm
-from lowprec_train.model.recompute import keep_dear
+from lowprec_train.model.recompute import RECOMPUTE, keep_dear
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.ops.schema import SCHEMAS
 from tests.recipes import MODELS, SYSTEMS, System, by_day, system
@@ -109,6 +109,12 @@ def test_the_first_blocks_are_recomputed_as_a_whole(build, batch, others: str) -
     assert kept[0] - kept[2] == kept[2] - kept[4] > 0
     for whole in (2, 4):
         assert all(torch.equal(*pair) for pair in zip(found[whole], found[0], strict=True))
+
+
+def test_full_recomputation_of_all_blocks_includes_the_first(build) -> None:
+    """So that `model.recompute=full` may be given to any run."""
+    model = build("llama", recompute="full", full_recompute_layers=1)
+    assert all(block.recompute is RECOMPUTE["full"] for block in model.blocks)
 
 
 def test_gemms_attention_and_collectives_are_kept_by_name() -> None:

@@ -241,7 +241,6 @@ def test_attention_flops_are_the_causal_half_of_the_products(build) -> None:
         ({"recompute": "some", "full_recompute_layers": 2}, ["some", "none", "selective", "full"]),
         ({"full_recompute_layers": 3}, ["model.full_recompute_layers=3", "2 blocks"]),
         ({"full_recompute_layers": -1}, ["model.full_recompute_layers=-1", "2 blocks"]),
-        ({"recompute": "full", "full_recompute_layers": 1}, ["model.full_recompute_layers=1", "model.recompute=full"]),
     ],
 )
 def test_a_wrong_size_or_choice_is_one_clear_error(build, changes: dict[str, Any], words: list[str]) -> None:

@@ -56,7 +56,7 @@ def test_a_graph_with_collectives(layout):
     sizes, pairs = LAYOUTS[layout], {}
     cases = {"fp8": 2, "draws": 1}
     if layout == "dp2":
-        cases |= {"coat": 1, "lean coat": 1, "sums": 2} | dict.fromkeys(SENT, 1)
+        cases |= {"coat": 1, "lean coat": 1, "sums": 2, "sums of shards": 2} | dict.fromkeys(SENT, 1)
     for case, count in cases.items():
         pairs[case] = tuple(described(case, sizes, graph=graph, accumulation=count) for graph in (False, True))
     for results in run_distributed(work, sizes, pairs, sizes.processes, backend="nccl", timeout=280):

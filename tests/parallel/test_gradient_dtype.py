@@ -25,6 +25,7 @@ ROUNDED = {  # to BF16 and then to FP8
     "in fp8, each": ("+recipe=fp8", "comm=fp8", EACH),
     "fp4 in fp8": ("+recipe=fp4", "comm=fp8"),
     "fp4 in fp8, quantized": ("+recipe=fp4", "comm=fp8", "parallel.param_all_gather=quantized"),
+    "in fp8, but one": ("+recipe=fp8", "comm=fp8", "comm.exclude=[*down*]"),
     "in e5m2": ("+recipe=coat", "comm=fp8", "comm.format=E5M2"),
 }
 KEPT = {  # what is summed or shares a scale is written in FP32
@@ -68,7 +69,7 @@ def work(rank, jobs, processes):
 def ranks(once):
     def of(layout):
         sizes = LAYOUTS[layout]
-        jobs = {case: job(case, sizes) for case in (CASES if layout == "dp2" else ("fp8",))}
+        jobs = {case: job(case, sizes) for case in (CASES if layout == "dp2" else ("fp8", "in fp8"))}
         return once(f"gradients-{layout}", lambda: run_distributed(work, sizes, jobs, sizes.processes, timeout=480))
 
     return of
@@ -85,20 +86,30 @@ def test_gradients_sent_in_bf16_are_written_in_bf16(case, ranks):
 
 @pytest.mark.parametrize("case", ROUNDED)
 def test_gradients_sent_in_fp8_are_written_in_bf16(case, ranks):
-    """Which moves losses by much less than the rounding to FP8."""
+    """The first norm is that of gradients in FP32 to a thousandth."""
     for written, rounded, (*blocks, embedding) in (rank[case] for rank in ranks("dp2")):
         assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks)
         assert embedding == {DTYPES.index(torch.float32)}
-        assert written != rounded and written["loss"][0] == rounded["loss"][0]
-        assert written["norm"][0] == pytest.approx(rounded["norm"][0], rel=1e-3)
-        assert written["loss"] == pytest.approx(rounded["loss"], rel=1e-3)
+        assert_near(written, rounded)
+
+
+def assert_near(written, rounded):
+    assert written != rounded and written["loss"][0] == rounded["loss"][0]
+    assert written["norm"][0] == pytest.approx(rounded["norm"][0], rel=1e-3)
+    assert written["loss"] == pytest.approx(rounded["loss"], rel=2e-3)
 
 
 @pytest.mark.parametrize("layout", ["replicate2-shard2", "dp2-tp2"])
 def test_in_other_layouts(layout, ranks):
-    for written, rounded, (*blocks, _) in (rank["fp8"] for rank in ranks(layout)):
-        assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks)
-        assert written == rounded
+    for rank in ranks(layout):
+        for case in ("fp8", "in fp8"):
+            written, rounded, (*blocks, _) = rank[case]
+            assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks)
+            (assert_near if case in ROUNDED else assert_equal)(written, rounded)
+
+
+def assert_equal(written, rounded):
+    assert written == rounded
 
 
 @pytest.mark.parametrize("case", KEPT)

@@ -79,7 +79,7 @@ def test_a_graph_needs_gpus():
 def test_recorded_sums_are_the_sums(tmp_path):
     """The errors of FP32 sums in rank order, and those of the payloads."""
     run_distributed(work, RANKS, str(tmp_path), free_port(), ("--cuda-graph",), backend=None, on_gpu=True, timeout=200)
-    result = json.loads((tmp_path / "comm_2.json").read_text())
+    result = json.loads((tmp_path / "comm_2_graph.json").read_text())
     assert result["cuda_graph"] and "recorded as CUDA graphs" in report.markdown(result)
     found = {(row["kind"], row["name"]): row.get("sqnr_db") for row in result["rows"]}
     for kind in KINDS:

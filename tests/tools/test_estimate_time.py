@@ -121,6 +121,33 @@ def test_blocks_that_are_recomputed_as_a_whole_are_counted_one_by_one():
         assert one[what] - none[what] == pytest.approx((full[what] - none[what]) / 2), what
 
 
+@pytest.mark.parametrize(
+    ("comm", "of_block", "of_head", "of_embedding"),  # bytes: read, written as it is sent, read again, written as a sum
+    [
+        (
+            ("comm=fp32",),
+            4 + 2,
+            2 + 4 + 4 + 2,
+            4 + 2,
+        ),  # sent from where they lie, to two ranks; the head's GEMM is BF16
+        (("comm=bf16",), 2 + 2, 2 + 2, 4 + 2 + 2 + 2),
+        (("comm=fp8",), 2 + 1 + 1 + 2, 2 + 1 + 1 + 2, 4 + 1 + 1 + 2),
+        (("comm=fp8", "comm.exclude=[embedding.*]"), 2 + 1 + 1 + 2, 2 + 1 + 1 + 2, 4 + 2 + 2 + 2),
+        (("comm=fp8_lm",), 4 + 1 + 1 + 2, 2 + 1 + 1 + 2, 4 + 1 + 1 + 2),
+    ],
+)
+def test_gradients_cost_what_is_read_and_written(comm, of_block, of_head, of_embedding):
+    words = (*SMALL, "+recipe=fp8", "parallel.dp_shard=2", "tokens_per_step=16384", *comm)
+    one = Subject(run=composed(*words), gpus=2)
+    matrices = [w for w in one.weights if w.matrix]
+    of = {"head": of_head, "embedding": of_embedding}
+    gradients = sum(math.prod(w.shape) * of.get(w.unit, of_block) for w in matrices)
+    rounded = sum(math.prod(w.mine(one.sizes)) * (4 + 2) for w in matrices if one.rounded_bytes(w))
+    stored = sum(2 * one.gathered_bytes(w) for w in matrices if one.gather_format(w) is None)
+    found = step_time(one, build.construct(one.run.comm), H200)["sharding"]
+    assert found == pytest.approx((gradients + rounded + stored) / H200.sharding)
+
+
 def test_every_recipe_has_a_time():
     from lowprec_train.config import choices
 

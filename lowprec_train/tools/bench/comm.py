@@ -53,7 +53,9 @@ class Contestant:
 
 
 class Recorded:
-    """A reduction as a CUDA graph. flat: its input, read again at each call. Recorded on a stream of its own."""
+    """A reduction as a CUDA graph, recorded on a stream of its own. flat: its input, which each call reads again. Its
+    memory belongs to the graph.
+    """
 
     def __init__(self, reduce: Reduce, flat: Tensor) -> None:
         stream = torch.cuda.Stream(flat.device)
@@ -64,8 +66,10 @@ class Recorded:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._total = reduce(flat)
+        self._flat = flat
 
     def __call__(self, flat: Tensor) -> Tensor:
+        assert flat is self._flat, "a graph reads the tensor with which it was recorded"
         self._graph.replay()
         return self._total
 

@@ -61,7 +61,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=positive, default=20, metavar="N", help="timed calls per payload (default: %(default)s)"
     )
     comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu uses the gloo backend")
-    comm.add_argument("--cuda-graph", action="store_true", help="record each call: without the time of the host")
+    comm.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="record each reduction as a CUDA graph, so that the host's time to launch it is not counted",
+    )
     _parallel_options(kinds.add_parser("parallel", help="training steps on several GPUs, under torchrun"))
     _memory_options(kinds.add_parser("memory", help="peak memory of a training step by category, with a figure"))
     for each in (kernels, gemm, linear, comm, *(kinds.choices[name] for name in ("step", "parallel", "memory"))):
@@ -256,7 +260,8 @@ def _comm(arguments: argparse.Namespace) -> int:
     with _ranks(arguments) as (world, device):
         how = {"rounds": arguments.rounds, "cuda_graph": arguments.cuda_graph}
         result = comm.measure(device, comm.layer(arguments.model), **how)
-        return _finish(arguments, device, f"comm_{world.processes}", result) if world.leads else 0
+        name = f"comm_{world.processes}{'_graph' if arguments.cuda_graph else ''}"
+        return _finish(arguments, device, name, result) if world.leads else 0
 
 
 def _parallel(arguments: argparse.Namespace) -> int:

@@ -126,7 +126,7 @@ def _host(found: Mapping[str, int]) -> list[str]:
 
 
 def _whole(blocks: int) -> str:
-    return f" ({blocks} blocks full)" if blocks else ""
+    return f" (full in the first {blocks} blocks)" if blocks else ""
 
 
 def _rows(values: Mapping[str, Any], unit: float, name: str) -> list[str]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.numerics.corrections import Candidates, Correction
@@ -35,7 +36,7 @@ from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, Operan
 from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.device import Device
 from lowprec_train.tools.estimate.memory import sent_unchanged, states
-from lowprec_train.tools.estimate.subject import META, Subject
+from lowprec_train.tools.estimate.subject import META, Subject, Weight
 from lowprec_train.tools.estimate.traffic import between_nodes, traffic, units
 
 FP32, BF16, CODE = 4, 2, 1
@@ -238,6 +239,14 @@ def accumulation(subject: Subject, device: Device) -> float:
     return subject.micro_batches * sum(map(math.prod, parts)) * (BF16 + FP32 + FP32) / device.memory
 
 
+def _sent(weight: Weight, reduction: Reduction) -> int:
+    """Return the bytes per element of a gradient that is sent, without scales."""
+    if reduction.codec.exact:
+        return FP32
+    plain = any(fnmatchcase(weight.name, pattern) for pattern in reduction.exclude)
+    return BF16 if plain or reduction.codec.sends_bf16 else CODE
+
+
 def _sharding(subject: Subject, reduction: Reduction, device: Device) -> Seconds:
     """Return the seconds to round shards in every step, to copy weights that are gathered as stored in every
     micro-batch, and to encode, decode and sum gradients at every reduction.
@@ -250,10 +259,10 @@ def _sharding(subject: Subject, reduction: Reduction, device: Device) -> Seconds
     gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in copied)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
     tp, codec, encoded = subject.sizes.tp, reduction.codec, 0
-    sent = FP32 if codec.exact else BF16 if codec.sends_bf16 else CODE
     for unit in units(matrices, subject.run.parallel.blocks_per_unit).values():
         copied_too = not sent_unchanged(subject, reduction, unit)
         for weight in unit:
+            sent = _sent(weight, reduction)
             copy = subject.gradient_size(weight, codec) + sent if copied_too else 0
             encoded += math.prod(weight.part(tp)) * (copy + sent)
     rounded = sum(math.prod(w.mine(subject.sizes)) for w in matrices if subject.rounded_bytes(w))

@@ -221,8 +221,8 @@ class Subject:
         return self.codecs_of(weight).master.parameter_dtype.itemsize
 
     def gradient_size(self, weight: Weight, codec: GradCodec) -> int:
-        """Return the bytes per element of a gradient from autograd: BF16 of a BF16 GEMM, or if `codec` sends it in BF16
-        as it is, else that of the parameter.
+        """Return the bytes per element of a gradient from autograd: BF16 of a BF16 GEMM, or if it suffices for what
+        `codec` sends (`data.grad_dtype`), else that of the parameter.
         """
         recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
         if recipe is None or self.gather_format(weight) is None:
