@@ -78,6 +78,11 @@ class FlatLayout:
         return FlatLayout(tuple(ElementRange(part.padded(block), part.coded) for part in parts))
 
 
+def excluded(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a matrix is sent in BF16 because a pattern (`*.embedding.*`) names it."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def sharded_layout(shapes: Mapping[str, Sequence[int]], ranks: int = 1, exclude: Sequence[str] = ()) -> FlatLayout:
     """Return the row that `fully_shard` makes of these parameters: dimension 0 in equal parts, rounded up.
 
@@ -92,7 +97,7 @@ def sharded_layout(shapes: Mapping[str, Sequence[int]], ranks: int = 1, exclude:
     """
     ranges = []
     for name, shape in shapes.items():
-        coded = len(shape) >= 2 and not any(fnmatchcase(name, pattern) for pattern in exclude)
+        coded = len(shape) >= 2 and not excluded(name, exclude)
         first = shape[0] if shape else 1
         ranges.append(ElementRange(-(-first // ranks) * math.prod(shape[1:]), coded))
     return FlatLayout(tuple(ranges))

@@ -172,17 +172,13 @@ class Choices:
 
 def check_settings(run: RunConfig, phases: Sequence[Phase]) -> None:
     """Check settings that a library which runs linear layers does not support here, on any machine."""
+    recomputed = "a recomputed block would run outside of its pass"
     for backend in filter(None, (phase.backend for phase in phases)):
         for key, value, allowed, why in (
             ("parallel.tp", run.parallel.tp, 1, "its layers hold whole weights"),
             ("telemetry_interval", run.telemetry_interval, 0, "telemetry cannot observe its roundings"),
-            ("model.recompute", run.model.recompute, "none", "a recomputed block would run outside of its pass"),
-            (
-                "model.full_recompute_layers",
-                run.model.full_recompute_layers,
-                0,
-                "a recomputed block would run outside of its pass",
-            ),
+            ("model.recompute", run.model.recompute, "none", recomputed),
+            ("model.full_recompute_layers", run.model.full_recompute_layers, 0, recomputed),
         ):
             if value != allowed:
                 raise ValueError(f"{key}={value}: {backend} runs linear layers, and {why}; use {key}={allowed}")

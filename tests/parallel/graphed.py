@@ -13,13 +13,12 @@ from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build
 from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.trainer import Trainer
-from tests.parallel.runs import IN_BACKWARD, MICRO, SEQ, SPLIT, SUMS, TINY, Walks
+from tests.parallel.runs import FIRST_AGAIN, IN_BACKWARD, MICRO, SEQ, SPLIT, SUMS, TINY, Walks
 from tests.recipes import composed
 from tests.train.standins import Corpus
 
 STEPS = 12
 EVALUATED = (2, 4, 10)  # 0-based steps that an evaluation follows: in the warm-up, and of repeated steps in each phase
-RECOMPUTED = ("model.recompute=selective", "model.full_recompute_layers=1", "parallel.grad_reduce=every_microbatch")
 LATER = "precision.schedule.end.at=0.5"
 SENT = {  # only with several ranks
     "estimator": ("+recipe=fp4", "parallel.param_all_gather=quantized"),
@@ -41,7 +40,13 @@ CASES = {
     "document mask": ("+recipe=fp8", "data.document_mask=true"),
     "loss in chunks": ("+recipe=bf16", "model.loss_chunk=48"),
     "sums": ("+recipe=fp8", IN_BACKWARD, f"{SUMS}=e4m3", "+optim.grad_accumulation.stochastic=true"),
-    "sums of shards": ("+recipe=fp8", IN_BACKWARD, f"{SUMS}=e4m3", *RECOMPUTED),
+    "sums of shards": (
+        "+recipe=fp8",
+        IN_BACKWARD,
+        f"{SUMS}=e4m3",
+        *FIRST_AGAIN,
+        "parallel.grad_reduce=every_microbatch",
+    ),
     **SENT,
 }
 

@@ -124,12 +124,7 @@ def test_blocks_that_are_recomputed_as_a_whole_are_counted_one_by_one():
 @pytest.mark.parametrize(
     ("comm", "of_block", "of_head", "of_embedding"),  # bytes: read, written as it is sent, read again, written as a sum
     [
-        (
-            ("comm=fp32",),
-            4 + 2,
-            2 + 4 + 4 + 2,
-            4 + 2,
-        ),  # sent from where they lie, to two ranks; the head's GEMM is BF16
+        (("comm=fp32",), 4 + 2, 2 + 4 + 4 + 2, 4 + 2),
         (("comm=bf16",), 2 + 2, 2 + 2, 4 + 2 + 2 + 2),
         (("comm=fp8",), 2 + 1 + 1 + 2, 2 + 1 + 1 + 2, 4 + 1 + 1 + 2),
         (("comm=fp8", "comm.exclude=[embedding.*]"), 2 + 1 + 1 + 2, 2 + 1 + 1 + 2, 4 + 2 + 2 + 2),
@@ -137,6 +132,9 @@ def test_blocks_that_are_recomputed_as_a_whole_are_counted_one_by_one():
     ],
 )
 def test_gradients_cost_what_is_read_and_written(comm, of_block, of_head, of_embedding):
+    """On two ranks, whose parts are half of a sum. What has the dtype of the wire already is sent from where it lies;
+    the head's GEMM is BF16, so that its gradient has not with FP32.
+    """
     words = (*SMALL, "+recipe=fp8", "parallel.dp_shard=2", "tokens_per_step=16384", *comm)
     one = Subject(run=composed(*words), gpus=2)
     matrices = [w for w in one.weights if w.matrix]

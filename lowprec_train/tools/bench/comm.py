@@ -1,7 +1,7 @@
 """`lowprec bench comm`: time of gradient reductions by codec, compared with the library's in FP32 and BF16.
 
-All start from a flat FP32 buffer of one layer's gradients on every rank and end in FP32, so a library sum in BF16 is
-timed with its two casts, as in a training step. Contestants take turns, one call per round, and all ranks start
+All start from a flat FP32 buffer of one layer's gradients on every rank and end in FP32, as sums of micro-batches do,
+so a library sum in BF16 is timed with its two casts. Contestants take turns, one call per round, and all ranks start
 together. The time of a call is that of the slowest rank. It includes the host's time to launch it, unless all calls
 are recorded as CUDA graphs.
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from lowprec_train.comm.fsdp import Reduction
+from lowprec_train.comm.layout import excluded
 from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1
@@ -243,8 +243,8 @@ def _sent(weight: Weight, reduction: Reduction) -> int:
     """Return the bytes per element of a gradient that is sent, without scales."""
     if reduction.codec.exact:
         return FP32
-    plain = any(fnmatchcase(weight.name, pattern) for pattern in reduction.exclude)
-    return BF16 if plain or reduction.codec.sends_bf16 else CODE
+    plain = reduction.codec.sends_bf16 or excluded(weight.name, reduction.exclude)
+    return BF16 if plain else CODE
 
 
 def _sharding(subject: Subject, reduction: Reduction, device: Device) -> Seconds:
