@@ -61,6 +61,21 @@ def test_rank_0_tells(measured, capsys):
     assert capsys.readouterr().out.strip() == (directory / "comm_2.md").read_text().strip()
 
 
+def test_gradients_in_bf16(tmp_path):
+    """A sum of BF16 gradients in FP32 has the same bits in rank order and by the library, of two ranks; E4M3 rounds as
+    often as from FP32.
+    """
+    options = ("--device", "cpu", "--gradients", "bf16")
+    printed = "".join(run_distributed(work, RANKS, str(tmp_path), free_port(), options, backend=None, timeout=300))
+    found = json.loads((tmp_path / "comm_2_bf16.json").read_text())
+    assert found["gradients"] == "BF16"
+    assert f"{ELEMENTS:,} BF16 gradients" in printed and "FP32 with its cast." in printed
+    made = {(row["kind"], row["name"]): row for row in found["rows"] if "error" not in row}
+    exact = {name for (kind, name), row in made.items() if row["sqnr_db"] is None and kind == "reduce_scatter"}
+    assert {"FP32", "BF16"} <= exact <= {"FP32", "BF16", "library FP32"}, "nothing is rounded before the sum"
+    assert all(30 < made[kind, "E4M3"]["sqnr_db"] < 33 for kind in KINDS)
+
+
 def test_ratios_go_by_the_library_in_bf16():
     made = [("FP32", 8.0), ("library BF16", 4.0), ("E4M3", 2.0)]
     found = comm.compared([{"kind": "all_reduce", "name": name, "ms": ms, "sent": 10**6} for name, ms in made])

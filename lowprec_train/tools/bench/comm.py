@@ -1,9 +1,10 @@
 """`lowprec bench comm`: time of gradient reductions by codec, compared with the library's in FP32 and BF16.
 
-All start from a flat FP32 buffer of one layer's gradients on every rank and end in FP32, as sums of micro-batches do,
-so a library sum in BF16 is timed with its two casts. Contestants take turns, one call per round, and all ranks start
-together. The time of a call is that of the slowest rank. It includes the host's time to launch it, unless all calls
-are recorded as CUDA graphs.
+All start from a flat buffer of one layer's gradients on every rank and end in FP32. The buffer is FP32, as sums of
+micro-batches are, or BF16, as gradients that are sent at once are. Casts are timed: two of a library sum in BF16 of
+FP32 gradients, and that of BF16 gradients to FP32, which FSDP2 makes before it sums them in FP32. Contestants take
+turns, one call per round, and all ranks start together. The time of a call is that of the slowest rank. It includes the
+host's time to launch it, unless all calls are recorded as CUDA graphs.
 
 The SQNR of each result is measured once: 10 log10 of the signal over the error, relative to an FP32 sum; None for
 bit-equal results.
@@ -27,7 +28,7 @@ from lowprec_train.comm.grad_codec import GradCodec, sqnr_db
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
 from lowprec_train.train import build
@@ -44,7 +45,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """reduce: flat FP32 -> FP32. sent: bytes that a rank sends."""
+    """reduce: flat FP32 or BF16 -> FP32. sent: bytes that a rank sends."""
 
     kind: str
     name: str
@@ -82,10 +83,18 @@ def layer(model: str) -> Shapes:
 
 
 def measure(
-    device: torch.device, shapes: Shapes, *, rounds: int = 20, warm_up: int = 3, cuda_graph: bool = False
+    device: torch.device,
+    shapes: Shapes,
+    *,
+    gradients: Format = FP32,
+    rounds: int = 20,
+    warm_up: int = 3,
+    cuda_graph: bool = False,
 ) -> dict[str, Any]:
     """Return rows by collective and codec, the same on every rank. All ranks of the default group must call it.
-    cuda_graph: record each call. Raises ValueError for that without a GPU.
+
+    gradients: format of the buffer that is reduced, FP32 or BF16. cuda_graph: record each call. Raises ValueError for
+    that without a GPU.
     """
     if cuda_graph and device.type != "cuda":
         raise ValueError(f"--cuda-graph needs CUDA GPUs, and this is --device {device.type}")
@@ -95,15 +104,16 @@ def measure(
     for kind in KINDS:
         ranks = dist.get_world_size()
         layout = sharded_layout(shapes, ranks if kind == "reduce_scatter" else 1)
-        flat = gradients(layout.size * (ranks if kind == "reduce_scatter" else 1), device)
+        elements = layout.size * (ranks if kind == "reduce_scatter" else 1)
+        flat = random_gradients(elements, device).to(gradients.carrier)
         rows += _turns(contestants(kind, layout, ranks, device), flat, device, rounds, warm_up, cuda_graph)
     elements = sum(torch.Size(shape).numel() for shape in shapes.values())
     about = {"ranks": dist.get_world_size(), "backend": str(dist.get_backend()), "elements": elements}
-    return about | {"rounds": rounds, "cuda_graph": cuda_graph, "rows": compared(rows)}
+    return about | {"gradients": gradients.name, "rounds": rounds, "cuda_graph": cuda_graph, "rows": compared(rows)}
 
 
-def gradients(size: int, device: torch.device) -> Tensor:
-    """Return normal values with standard deviation 1e-3, different on each rank."""
+def random_gradients(size: int, device: torch.device) -> Tensor:
+    """Return FP32 normal values with standard deviation 1e-3, different on each rank."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     return torch.randn(size, generator=generator, device=device).mul_(1e-3)
 

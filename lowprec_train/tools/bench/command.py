@@ -62,6 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu uses the gloo backend")
     comm.add_argument(
+        "--gradients",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="dtype of the gradients: fp32, as sums of micro-batches, or bf16, as most are sent (default: %(default)s)",
+    )
+    comm.add_argument(
         "--cuda-graph",
         action="store_true",
         help="record each reduction as a CUDA graph, so that the host's time to launch it is not counted",
@@ -255,12 +261,15 @@ def _step(arguments: argparse.Namespace) -> int:
 
 
 def _comm(arguments: argparse.Namespace) -> int:
+    from lowprec_train.numerics import formats
     from lowprec_train.tools.bench import comm
 
     with _ranks(arguments) as (world, device):
         how = {"rounds": arguments.rounds, "cuda_graph": arguments.cuda_graph}
-        result = comm.measure(device, comm.layer(arguments.model), **how)
+        gradients = formats.parse_format(arguments.gradients)
+        result = comm.measure(device, comm.layer(arguments.model), gradients=gradients, **how)
         name = f"comm_{world.processes}{'_graph' if arguments.cuda_graph else ''}"
+        name += "_bf16" if gradients is formats.BF16 else ""
         return _finish(arguments, device, name, result) if world.leads else 0
 
 

@@ -152,6 +152,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "comm": {
         **dict.fromkeys(("ranks", "elements", "rounds"), NUMBER),
         "backend": TEXT,
+        "gradients?": TEXT,
         "cuda_graph?": FLAG,
         "rows": Listed(_unless_error({"kind": TEXT, "name": TEXT}, REDUCTION)),
     },

@@ -144,10 +144,11 @@ def dry(result: Result) -> str:
 def comm(result: Result) -> list[str]:
     """Return a table with one row per collective and codec."""
     recorded = ", recorded as CUDA graphs" if result.get("cuda_graph") else ""
+    given = result.get("gradients", "FP32")
     lines = [
-        f"{result['ranks']} ranks over {result['backend']}; {result['elements']:,} FP32 gradients; medians of "
+        f"{result['ranks']} ranks over {result['backend']}; {result['elements']:,} {given} gradients; medians of "
         f"{result['rounds']} calls, of the slowest rank each{recorded}. Sent: by a rank. `library` is "
-        f"{result['backend']}'s own sum, BF16 with its casts.",
+        f"{result['backend']}'s own sum, {'FP32 with its cast' if given == 'BF16' else 'BF16 with its casts'}.",
         "",
     ]
     header = ("collective", "payload", "ms", "MB sent", "GB/s", "x library BF16", "SQNR dB")
