@@ -43,6 +43,7 @@ _GEMMS = {
     _aten._scaled_mm_v2.default,
     _ours.scaled_mm.default,
     _ours.block_scaled_mm.default,
+    _ours.bf16_mm.default,
 }
 _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,

@@ -37,6 +37,25 @@ BOUNDED |= {"gated_silu", "gated_silu_backward"}
 BOUNDED |= {f"{op}_of_codes" for op in ("norm", "gated_silu", "gelu")}
 
 
+def _bf16_mm() -> Cases:
+    """Sums of small whole numbers, which are exact in any order."""
+
+    def whole(rows: int, columns: int, first: int) -> torch.Tensor:
+        return ((torch.arange(rows * columns) * 7 + first) % 13 - 6).view(rows, columns).bfloat16()
+
+    a, b, factor, one = whole(48, 64, 3), whole(32, 64, 5), torch.tensor([[0.3]]), torch.tensor([[-1.7e-5]])
+    return {
+        "to BF16": (a, b, factor, torch.bfloat16),
+        "to FP32": (a, b, one, torch.float32),
+        "no factor": (a, b, None, torch.bfloat16),
+        "columns together": (whole(64, 48, 1).t(), whole(64, 32, 2).t(), factor, torch.bfloat16),
+        "part of a matrix": (whole(48, 96, 4)[:, 16:80], b, factor, torch.float32),
+        "odd sizes": (whole(7, 13, 6), whole(5, 13, 8), factor, torch.bfloat16),
+        "long sums": (whole(16, 4096, 9), whole(16, 4096, 10), factor, torch.float32),
+        "not finite": (torch.where(a == 6, torch.inf, a), b, factor, torch.bfloat16),
+    }
+
+
 def _quantize() -> Cases:
     seed, origin = torch.tensor(7 << 33 | 5), torch.tensor([3, 16])
     made = {
@@ -331,6 +350,7 @@ def cases(op: str) -> Cases:
         "outlier_bounds": lambda: {name: (x[name], n) for name, n in clipped.items()},
         **dict.fromkeys(("dequantize", "dequantize_bf16"), _dequantize),
         "block_scaled_mm": block_scaled_cases.cases,
+        "bf16_mm": _bf16_mm,
         "fold": lambda: {"E4M3": (codes, blocks, "E4M3"), "E5M2": (codes, blocks, "E5M2")},
         "pack_e2m1": lambda: {"matrix": (codes,), "odd": (e2m1(3, 14),), "one": (e2m1(1, 2)[0],)},
         "unpack_e2m1": lambda: {"every byte": (every.reshape(8, 32),)},

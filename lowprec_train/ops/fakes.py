@@ -95,6 +95,10 @@ def _scaled_mm(a, scale_a, b, scale_b, *how):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=how[-1])
 
 
+def _bf16_mm(a, b, factor, dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
 def _fold(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
     return codes.new_empty(codes.shape, dtype=parse_format(carrier).carrier), scale.new_empty((codes.shape[0], 1))
 
@@ -238,6 +242,7 @@ FAKES: dict[str, Callable] = {
     "dequantize": _as_float32,
     "dequantize_bf16": lambda codes, _: codes.new_empty(codes.shape, dtype=torch.bfloat16),
     **dict.fromkeys(("scaled_mm", "block_scaled_mm"), _scaled_mm),
+    "bf16_mm": _bf16_mm,
     "fold": _fold,
     "pack_e2m1": _pack_e2m1,
     "unpack_e2m1": _unpack_e2m1,

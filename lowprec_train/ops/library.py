@@ -23,6 +23,7 @@ from lowprec_train.ops import (
     activations,
     adamw,
     block_scaled,
+    cublas,
     eden,
     four_over_six,
     gradients,
@@ -126,7 +127,7 @@ LADDER = (
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
-EAGER |= {"block_scaled_mm": block_scaled.reference}
+EAGER |= {"block_scaled_mm": block_scaled.reference, "bf16_mm": cublas.reference}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
 EAGER |= {name: getattr(ladder, name) for name in LADDER}
 EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden", "round_eden")}
@@ -180,6 +181,7 @@ for _name in NAMED:
 if "scaled_mm" not in SERVED["cuda"]:
     _LIBRARY.impl("scaled_mm", tensor_cores.scaled_mm, "CUDA")
 _LIBRARY.impl("block_scaled_mm", block_scaled.block_scaled_mm, "CUDA")
+_LIBRARY.impl("bf16_mm", cublas.bf16_mm, "CUDA")
 
 
 def knows(op: str, device: torch.device, *names: str) -> bool:
@@ -208,5 +210,6 @@ def live_kernels(device: torch.device) -> dict[str, str]:
         kinds |= dict.fromkeys(COMPILED_ON_CUDA, "reference, compiled") | dict.fromkeys(
             ("scaled_mm", "block_scaled_mm"), "cuBLASLt"
         )
+        kinds["bf16_mm"] = "cuBLAS" if cublas.library() else "torch's mm"
     language = {"cpu": "C++", "cuda": "CUDA"}.get(device.type, "")
     return kinds | dict.fromkeys(sorted(SERVED.get(device.type, ())), language)

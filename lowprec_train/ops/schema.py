@@ -60,6 +60,7 @@ SCHEMAS = {
         "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? factor_a, Tensor? factor_b, str format,"
         " ScalarType dtype) -> Tensor"
     ),
+    "bf16_mm": "(Tensor a, Tensor b, Tensor? factor, ScalarType dtype) -> Tensor",
     "fold": "(Tensor codes, Tensor scale, str carrier, Tensor? after=None) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",

@@ -24,7 +24,7 @@ from torch import Tensor
 from lowprec_train.group import rounded
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import POWERS_OF_TWO, WHOLE, Quantized, Quantizer, ScaleRule
-from lowprec_train.ops import tensor_cores
+from lowprec_train.ops import cublas, tensor_cores
 from lowprec_train.ops.block_scaled import BLOCKS, K_STEP, N_STEP
 from lowprec_train.ops.ladder import BLOCK as LADDER_BLOCK
 from lowprec_train.ops.reference import FOLD_SPAN, FP8, to_float
@@ -232,6 +232,10 @@ def _folded(x: Quantized) -> Quantized:
 
 def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
     (values_a, scale_a), (values_b, scale_b) = _exact(a), _exact(b)
+    factors = [each for each in (scale_a, scale_b) if each is not None]
+    if values_a.is_cuda and dtype in cublas.TYPES and all(each.numel() == 1 for each in factors):
+        factor = torch.mul(*factors) if len(factors) == 2 else factors[0] if factors else None
+        return torch.ops.lowprec.bf16_mm(_bf16(values_a), _bf16(values_b), factor, dtype)
     product = accumulate(values_a, values_b)
     if scale_a is not None:
         product = product * scale_a
@@ -252,8 +256,12 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def accumulate(a: Tensor, b: Tensor) -> Tensor:
     """Return a[m, k] @ b[n, k]^T in FP32, [m, n]. The values must be exact in BF16."""
     if a.device.type == "cuda":
-        return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
+        return torch.mm(_bf16(a), _bf16(b).t(), out_dtype=torch.float32)
     return to_float(a) @ to_float(b).t()
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

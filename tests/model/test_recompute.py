@@ -122,7 +122,7 @@ def test_gemms_attention_and_collectives_are_kept_by_name() -> None:
         return keep_dear(None, operation) is CheckpointPolicy.MUST_SAVE
 
     ours = {name for name in SCHEMAS if kept(getattr(torch.ops.lowprec, name).default)}
-    assert ours == {"scaled_mm", "block_scaled_mm", "saved_codes", "group_codes"}
+    assert ours == {"scaled_mm", "block_scaled_mm", "bf16_mm", "saved_codes", "group_codes"}
     assert all(map(kept, (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten._scaled_mm.default)))
     assert kept(aten._scaled_dot_product_cudnn_attention.default)
     assert kept(torch.ops._c10d_functional.all_gather_into_tensor.default)

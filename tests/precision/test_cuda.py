@@ -8,7 +8,8 @@ import torch
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
-from lowprec_train.ops import tensor_cores
+from lowprec_train.ops import library, tensor_cores
+from lowprec_train.ops.cublas import bf16_mm
 from lowprec_train.ops.philox import random_bits
 from lowprec_train.precision.gemm import Path, multiply
 from lowprec_train.precision.linear import Linear
@@ -149,6 +150,26 @@ def test_products_with_one_scale_each_are_those_of_the_op(left, split, dtype):
     a, b = (torch.randn(*shape, device="cuda") for shape in ((384, 1024), (512, 1024)))
     given = (a.to(left), a.new_full((1, 1), 0.37), b.to(torch.float8_e4m3fn), b.new_full((1, 1), 3.0), split, dtype)
     assert torch.equal(tensor_cores.multiply(*given), torch.ops.lowprec.scaled_mm(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_factor_in_device_memory_multiplies_the_sum(dtype):
+    """Recorded too: a graph reads the factor when it is launched. A product without one comes after it."""
+    a, b = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((384, 1024), (512, 1024)))
+    factor, exact = a.new_full((1, 1), 0.37, dtype=torch.float32), a.double() @ b.double().t()
+    assert library.live_kernels(a.device)["bf16_mm"] == "cuBLAS"
+    bf16_mm(a, b, factor, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product = bf16_mm(a, b, factor, dtype)
+    for value in (0.37, -2.5):
+        factor.fill_(value)
+        graph.replay()
+        error = (product.double() - value * exact).norm() / exact.norm() / abs(value)
+        assert error < (2e-3 if dtype is torch.bfloat16 else 1e-6)
+        assert torch.equal(bf16_mm(a, b, factor, dtype), product)
+    assert (bf16_mm(a, b, None, torch.float32).double() - exact).norm() < 1e-6 * exact.norm()
+    assert ((a @ b.t()).double() - exact).norm() < 3e-3 * exact.norm(), "torch's products have their own factors again"
 
 
 def test_paths_on_hopper():
