@@ -202,7 +202,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
     distribution = build.distribution(options, layout, job.world, device)
     plans = layout.plans(device, shards=distribution.sizes.dp_shard)
     report = build.lint(options, layout, plans, device)
-    self_test(device, block_formats=build.block_formats(plans))
+    self_test(device, **build.gemms_to_check(plans, device))
     name = launch.first(job.name)
     with rundir.shared(job.root, name, plain, job.resume) as directory, failure.abort_explained(directory.path, stop):
         decision = launch.first(lambda: continuation.plan(directory, options, plain))

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowprec_train import main
 from lowprec_train.ops import library
 from lowprec_train.precision import gemm
+from lowprec_train.train import build
+from tests.recipes import composed
 
 SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=320"),
@@ -83,6 +86,14 @@ def test_a_wrong_block_scaled_gemm_ends_the_run(launch, monkeypatch):
     monkeypatch.setitem(library.EAGER, "block_scaled_mm", right)
     status, out, _ = launch("lint_allow=[floor-clips]", "name=b", "verbose=true")
     assert status == 0 and paths_of("runs/b/recipe.json") == {"bf16", "mxfp4"} and "[mxfp4]" in out
+
+
+@pytest.mark.parametrize(("recipe", "decoded"), [("nvfp4", True), ("fp8", False)])
+def test_gemms_of_decoded_values_are_checked_on_gpus(recipe, decoded):
+    laid_out = build.layout(composed(f"+recipe={recipe}", "model=llama_tiny"))
+    plans = laid_out.plans(torch.device("meta"))  # as of compute capability 9.0
+    assert build.gemms_to_check(plans, torch.device("cuda")) == {"block_formats": set(), "decoded": decoded}
+    assert not build.gemms_to_check(plans, torch.device("cpu"))["decoded"], "the CPU multiplies them in FP32"
 
 
 def paths_of(table: str) -> set[str]:

@@ -8,6 +8,7 @@ stream, workspace and recording are those of `mm`. Sources: cuBLAS, `cublasGemmE
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 
 import torch
@@ -20,14 +21,15 @@ FP32_SUMS = 68  # cublasComputeType_t
 HEURISTIC = -1  # cublasGemmAlgo_t
 NO_REDUCTION_IN_BF16 = 16  # cublasMath_t: sums of parts of k are FP32 too
 TYPES = {torch.float32: 0, torch.bfloat16: 14}  # cudaDataType_t
-LARGEST = 2**31 - 1  # sizes are C ints
+LARGEST = 2**31 - 1  # sizes and steps are C ints
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the cuBLAS that torch has loaded; None if there is none of its CUDA version."""
     try:
-        found = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}")
+        name = f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}"
+        found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # another cuBLAS must not get torch's handle
     except OSError:
         return None
     number, pointer = ctypes.c_int, ctypes.c_void_p
@@ -47,14 +49,18 @@ def reference(a, b, factor, dtype):  # type: ignore[no-untyped-def]
 
 def bf16_mm(a: Tensor, b: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Compute `reference` on a GPU by cuBLAS, or by `mm` and a multiplication where torch's cuBLAS is not found.
-    Raises ValueError for other dtypes and sizes, and RuntimeError with cuBLAS's status.
+    Raises ValueError for other dtypes, sizes and devices, and RuntimeError with cuBLAS's status.
     """
-    (m, k), n = a.shape, b.shape[0]
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or dtype not in TYPES:
         raise ValueError(f"bf16_mm multiplies BF16 to BF16 or FP32, not {a.dtype} and {b.dtype} to {dtype}")
-    if b.shape[1] != k or (factor is not None and factor.numel() != 1):
-        raise ValueError(f"bf16_mm: {list(a.shape)} and {list(b.shape)} are not [m, k] and [n, k], with one factor")
-    if library() is None or 0 in (m, n, k) or max(m, n, k) > LARGEST:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"bf16_mm: {list(a.shape)} and {list(b.shape)} are not [m, k] and [n, k]")
+    if factor is not None and (factor.numel() != 1 or factor.dtype != torch.float32):
+        raise ValueError(f"bf16_mm takes one factor in FP32, not {factor.dtype} {list(factor.shape)}")
+    if {a.device} != {each.device for each in (a, b, factor) if each is not None}:
+        raise ValueError(f"bf16_mm: {b.device} or the factor is another device than {a.device}")
+    (m, k), n = a.shape, b.shape[0]
+    if library() is None or 0 in (m, n, k) or max(m, n, k, *a.stride(), *b.stride()) > LARGEST:
         product = torch.mm(a, b.t(), out_dtype=torch.float32)
         return (product if factor is None else product * factor).to(dtype)
     out = a.new_empty((m, n), dtype=dtype)
@@ -74,16 +80,17 @@ def _gemm(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None) -> None:
         scalars = torch.nn.functional.pad(factor.reshape(1), (0, 1))  # the factor of the product, and 0 of `out`
         alpha, beta, where = scalars.data_ptr(), scalars.data_ptr() + scalars.element_size(), DEVICE
     handle = torch.cuda.current_blas_handle()  # its stream is now the current one
-    cublas.cublasSetMathMode(handle, NO_REDUCTION_IN_BF16)
-    cublas.cublasSetPointerMode_v2(handle, where)
-    status = cublas.cublasGemmEx(
-        *(handle, TRANSPOSED if by_rows_b else KEPT, KEPT if by_rows_a else TRANSPOSED, n, m, k, alpha),
-        *(b.data_ptr(), TYPES[b.dtype], step_b, a.data_ptr(), TYPES[a.dtype], step_a),
-        *(beta, out.data_ptr(), TYPES[out.dtype], n, FP32_SUMS, HEURISTIC),
-    )
-    cublas.cublasSetPointerMode_v2(handle, HOST)  # as torch expects; it sets the other mode before each GEMM
+    try:
+        status = cublas.cublasSetMathMode(handle, NO_REDUCTION_IN_BF16) or cublas.cublasSetPointerMode_v2(handle, where)
+        status = status or cublas.cublasGemmEx(
+            *(handle, TRANSPOSED if by_rows_b else KEPT, KEPT if by_rows_a else TRANSPOSED, n, m, k, alpha),
+            *(b.data_ptr(), TYPES[b.dtype], step_b, a.data_ptr(), TYPES[a.dtype], step_a),
+            *(beta, out.data_ptr(), TYPES[out.dtype], n, FP32_SUMS, HEURISTIC),
+        )
+    finally:
+        cublas.cublasSetPointerMode_v2(handle, HOST)  # as torch expects; it sets the other mode before each GEMM
     if status != SUCCESS:
-        raise RuntimeError(f"cublasGemmEx: status {status} for [{m}, {k}] by [{n}, {k}] to {out.dtype}")
+        raise RuntimeError(f"cuBLAS: status {status} for [{m}, {k}] by [{n}, {k}] to {out.dtype}")
 
 
 def _steps(x: Tensor) -> tuple[Tensor, bool, int]:

@@ -4,7 +4,8 @@ A kernel built from other sources, for another GPU or by a compiler that contrac
 wrong numbers. So each op that a shared library provides for the run's device is called on its cases (ops/cases.py), and
 its outputs must equal those of the reference on the CPU, bit for bit; any NaN equals any other NaN. Norms and
 activations have sums and exponentials: only their codes must be equal, other outputs within BOUND. FP64 sums are
-compared as FP32 numbers. If a plan uses block-scaled GEMMs of torch, they are checked on cases with exact sums.
+compared as FP32 numbers. If a plan uses block-scaled GEMMs of torch, or GEMMs of decoded values on a GPU, they are
+checked on cases with exact sums.
 """
 
 from __future__ import annotations
@@ -88,9 +89,16 @@ def check(
             raise kernels.KernelError(f"{what}, output {index}, differs from the reference; {remedy}")
 
 
-def self_test(device: torch.device, ops: Iterable[str] | None = None, *, block_formats: Iterable[str] = ()) -> None:
+def self_test(
+    device: torch.device,
+    ops: Iterable[str] | None = None,
+    *,
+    block_formats: Iterable[str] = (),
+    decoded: bool = False,
+) -> None:
     """Check every op that a shared library provides for `device` (or `ops`), and torch's block-scaled GEMMs of
-    `block_formats` (keys of `ops.block_scaled.BLOCKS`), in at most about a second. Raises KernelError.
+    `block_formats` (keys of `ops.block_scaled.BLOCKS`), in at most about a second. decoded: check `bf16_mm` too.
+    Raises KernelError.
     """
     served = library.SERVED.get(device.type, frozenset())
     guard: AbstractContextManager = nullcontext()
@@ -101,6 +109,9 @@ def self_test(device: torch.device, ops: Iterable[str] | None = None, *, block_f
         for op in sorted(served if ops is None else ops):
             for case, arguments in cases(op).items():
                 check(op, case, arguments, device)
+        if decoded:
+            for case, arguments in cases("bf16_mm").items():
+                check("bf16_mm", case, arguments, device, "the GEMM of torch's cuBLAS", "use another build of torch")
         for format in sorted(block_formats):
             for case, arguments in block_scaled_cases(format).items():
                 remedy = f"{SWITCH} runs these GEMMs without it"

@@ -7,7 +7,7 @@
     fp8_folded   power-of-two blocks of E2M1 folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
     mxfp8        block-scaled tensor cores on codes and scales (compute capability 10 and 12); also mxfp4 and nvfp4
     int8         integer tensor cores (FP64 on the CPU): sums are exact, scales in the epilogue
-    dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the exact values, scales outside the product where possible
+    dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the exact values; CUDA: whole scales in the epilogue
 
 There is no silent fallback: a layer's plan (`precision.plan`) names the path of every GEMM before the first step, and
 `multiply` uses that path.

@@ -88,10 +88,10 @@ def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
     )
 
 
-def block_formats(plans: Sequence[Plans]) -> set[str]:
-    """Return the formats in which at least one GEMM of the run uses block-scaled tensor cores."""
-    paths = {gemm.path for phase in plans for each in phase.values() for gemm in each.gemms().values()}
-    return {path.name for path in paths} & set(BLOCK_SCALED)
+def gemms_to_check(plans: Sequence[Plans], device: torch.device) -> dict[str, Any]:
+    """Return what `self_test` takes: the formats of block-scaled GEMMs, and whether a GPU multiplies decoded values."""
+    paths = {one.path.name for phase in plans for each in phase.values() for one in each.gemms().values()}
+    return {"block_formats": paths & set(BLOCK_SCALED), "decoded": device.type == "cuda" and "DEQUANTIZE" in paths}
 
 
 def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:

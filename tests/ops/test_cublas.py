@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from lowprec_train.ops import cublas
+from lowprec_train.ops import cublas, kernels, self_test
 from lowprec_train.ops.cases import cases
 
 DTYPES = {number: dtype for dtype, number in cublas.TYPES.items()}
@@ -27,9 +27,11 @@ class Blas:
 
     def cublasSetPointerMode_v2(self, handle, mode):
         self.mode = mode
+        return cublas.SUCCESS
 
     def cublasSetMathMode(self, handle, mode):
         self.math = mode
+        return cublas.SUCCESS
 
     def cublasGemmEx(
         self, handle, left, right, m, n, k, alpha, a, of_a, step_a, b, of_b, step_b, beta, c, of_c, step_c, sums, how
@@ -63,10 +65,29 @@ def test_cublas_is_asked_for_the_reference(blas, case):
     assert blas.calls == 1 and blas.mode == cublas.HOST, "torch passes its factors in host memory"
 
 
+def test_an_exception_leaves_the_mode_that_torch_expects(blas, monkeypatch):
+    def interrupted(*arguments):
+        assert blas.mode == cublas.DEVICE
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blas, "cublasGemmEx", interrupted, raising=True)
+    with pytest.raises(KeyboardInterrupt):
+        cublas._gemm(torch.empty(48, 32), *cases("bf16_mm")["to FP32"][:3])
+    assert blas.mode == cublas.HOST
+
+
+def test_a_wrong_gemm_is_found_at_the_start(monkeypatch):
+    monkeypatch.setattr(self_test.torch.ops.lowprec, "bf16_mm", lambda *given: cublas.reference(*given) * 2)
+    with pytest.raises(
+        kernels.KernelError, match="the GEMM of torch's cuBLAS of lowprec::bf16_mm on cpu, case 'to BF16'"
+    ):
+        self_test.self_test(torch.device("cpu"), (), decoded=True)
+
+
 def test_an_error_of_cublas_has_its_status_and_the_sizes(blas):
     blas.status = 13
     a, b, factor, dtype = cases("bf16_mm")["to BF16"]
-    with pytest.raises(RuntimeError, match=r"cublasGemmEx: status 13 for \[48, 64\] by \[32, 64\] to torch.bfloat16"):
+    with pytest.raises(RuntimeError, match=r"cuBLAS: status 13 for \[48, 64\] by \[32, 64\] to torch.bfloat16"):
         cublas._gemm(torch.empty(48, 32, dtype=dtype), a, b, factor)
     assert blas.mode == cublas.HOST
 
@@ -77,7 +98,10 @@ def test_an_error_of_cublas_has_its_status_and_the_sizes(blas):
         ({0: torch.zeros(48, 64)}, "BF16 to BF16 or FP32, not torch.float32 and torch.bfloat16 to torch.bfloat16"),
         ({3: torch.float16}, "not torch.bfloat16 and torch.bfloat16 to torch.float16"),
         ({1: torch.zeros(32, 48).bfloat16()}, r"\[48, 64\] and \[32, 48\] are not \[m, k\] and \[n, k\]"),
-        ({2: torch.ones(48, 1)}, "with one factor"),
+        ({0: torch.zeros(2, 48, 64).bfloat16()}, r"\[2, 48, 64\] and \[32, 64\] are not"),
+        ({2: torch.ones(48, 1)}, r"one factor in FP32, not torch.float32 \[48, 1\]"),
+        ({2: torch.ones(1, 1).bfloat16()}, r"one factor in FP32, not torch.bfloat16 \[1, 1\]"),
+        ({1: torch.zeros(32, 64, device="meta").bfloat16()}, "meta or the factor is another device than cpu"),
     ],
 )
 def test_bad_input(change, said):

@@ -69,7 +69,7 @@ def test_gradients_in_bf16(tmp_path):
     printed = "".join(run_distributed(work, RANKS, str(tmp_path), free_port(), options, backend=None, timeout=300))
     found = json.loads((tmp_path / "comm_2_bf16.json").read_text())
     assert found["gradients"] == "BF16"
-    assert f"{ELEMENTS:,} BF16 gradients" in printed and "FP32 with its cast." in printed
+    assert f"{ELEMENTS:,} BF16 gradients" in printed and "with its casts to or from FP32." in printed
     made = {(row["kind"], row["name"]): row for row in found["rows"] if "error" not in row}
     exact = {name for (kind, name), row in made.items() if row["sqnr_db"] is None and kind == "reduce_scatter"}
     assert {"FP32", "BF16"} <= exact <= {"FP32", "BF16", "library FP32"}, "nothing is rounded before the sum"

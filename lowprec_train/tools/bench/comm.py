@@ -2,7 +2,8 @@
 
 All start from a flat buffer of one layer's gradients on every rank and end in FP32. The buffer is FP32, as sums of
 micro-batches are, or BF16, as gradients that are sent at once are. Casts are timed: two of a library sum in BF16 of
-FP32 gradients, and that of BF16 gradients to FP32, which FSDP2 makes before it sums them in FP32. Contestants take
+FP32 gradients, that of BF16 gradients to FP32, which FSDP2 makes before it sums them in FP32, and that of a sum in BF16
+to FP32. The library's all-reduce of BF16 sums a copy in place. Contestants take
 turns, one call per round, and all ranks start together. The time of a call is that of the slowest rank. It includes the
 host's time to launch it, unless all calls are recorded as CUDA graphs.
 

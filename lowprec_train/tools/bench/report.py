@@ -148,7 +148,7 @@ def comm(result: Result) -> list[str]:
     lines = [
         f"{result['ranks']} ranks over {result['backend']}; {result['elements']:,} {given} gradients; medians of "
         f"{result['rounds']} calls, of the slowest rank each{recorded}. Sent: by a rank. `library` is "
-        f"{result['backend']}'s own sum, {'FP32 with its cast' if given == 'BF16' else 'BF16 with its casts'}.",
+        f"{result['backend']}'s own sum, with its casts to or from {'FP32' if given == 'BF16' else 'BF16'}.",
         "",
     ]
     header = ("collective", "payload", "ms", "MB sent", "GB/s", "x library BF16", "SQNR dB")
