@@ -48,6 +48,7 @@ PARALLEL = (
     "parallel_llama_7b_4_h100_no_copy_batch2_first",
     "parallel_llama_7b_4_h100_no_copy_batch2",
     "parallel_llama_7b_4_h100_graph_batch2",
+    "parallel_llama_7b_4_h200_graph_batch2",
     "parallel_llama_7b_4_h100_graph",
     "parallel_llama_7b_4_h100_graph_accumulation4",
     "parallel_llama_7b_4_h100_graph_accumulated",

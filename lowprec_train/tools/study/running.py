@@ -47,7 +47,9 @@ class Worker:
 
 
 def gpu_workers(gpus: Sequence[str], per_gpu: int) -> list[Worker]:
-    """Return `per_gpu` workers for each GPU, ordered so that every GPU gets a run before any gets a second one."""
+    """Return `per_gpu` workers for each GPU. Every GPU gets a run before any gets a second one; these are dealt in the
+    opposite order, so that two arms of different cost that alternate do not fill a GPU each.
+    """
     return [
         Worker(
             name=f"GPU {gpu}" + f".{turn}" * (per_gpu > 1),
@@ -55,7 +57,7 @@ def gpu_workers(gpus: Sequence[str], per_gpu: int) -> list[Worker]:
             values={"CUDA_VISIBLE_DEVICES": gpu},
         )
         for turn in range(per_gpu)
-        for gpu in gpus
+        for gpu in (gpus if turn % 2 == 0 else reversed(gpus))
     ]
 
 

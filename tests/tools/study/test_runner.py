@@ -175,6 +175,14 @@ def test_a_run_whose_evaluation_cannot_be_read_fails_alone(tmp_path, begun, monk
     assert list(failed) == ["bf16-s2"] and "evaluation.json" in failed["bf16-s2"] and begun == ["bf16-s2", "bf16-s3"]
 
 
+def test_alternating_arms_are_spread_over_the_gpus():
+    """Runs are dealt in order: of two arms that alternate, each GPU trains half of both."""
+    workers = running.gpu_workers(["0", "1"], 4)
+    gpus = [worker.values["CUDA_VISIBLE_DEVICES"] for worker in workers]
+    assert gpus[:2] == ["0", "1"]  # first one run each
+    assert all(gpus[arm::2].count(gpu) == 2 for arm in (0, 1) for gpu in ("0", "1"))
+
+
 @pytest.mark.parametrize("places", [1, 2])
 def test_runs_that_shared_a_device_are_known(tmp_path, begun, places):
     _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
