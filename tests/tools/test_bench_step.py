@@ -170,6 +170,25 @@ def test_an_invalid_model_is_one_error(capsys):
     assert not out and err.startswith("lowprec bench: error: dim 100, heads 3") and err.count("\n") == 1
 
 
+def test_a_profile_of_nobody_is_refused(capsys):
+    given = [
+        "bench",
+        "step",
+        "--model",
+        WORK.model,
+        "--seq-len",
+        "32",
+        "--dry-run",
+        "--recipes",
+        "fp8",
+        "--peers",
+        "none",
+    ]
+    assert cli.main([*given, "--profile", "bf16,fp8"]) == 0
+    assert cli.main([*given, "--profile", "fp8,coat"]) == 2
+    assert "--profile coat: no contestant's name contains it; there are bf16, fp8" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_what_does_not_fit(capsys):
     sizes = ["--model", "dim=96,heads=2,ffn=160,layers=2", "--seq-len", "64"]
     assert cli.main(["bench", "step", *sizes, "--dry-run", "--recipes", "fp8_block", "--peers", "none"]) == 1

@@ -129,10 +129,11 @@ def _step_options(step: argparse.ArgumentParser) -> None:
     step.add_argument("--rounds", type=positive, default=8, metavar="N")
     step.add_argument(
         "--profile",
-        metavar="NAME",
+        metavar="NAMES",
         action="append",
+        type=names,
         default=[],
-        help="profile contestants whose name contains NAME; 'all': every one",
+        help="profile contestants whose name contains one of NAMES, a comma-separated list; 'all': every one",
     )
     step.add_argument("--dry-run", action="store_true", help="only build the models on the meta device; needs no GPU")
 
@@ -244,6 +245,8 @@ def _step(arguments: argparse.Namespace) -> int:
 
     contestants = ours.contestants(arguments.recipes, head=arguments.head, own=arguments.optimizer == "own")
     contestants += peers.chosen(arguments.peers)
+    arguments.profile = [name for each in arguments.profile for name in each]
+    profiled = step.profiled(arguments.profile, [each.name for each in contestants])
     device = torch.device("meta") if arguments.dry_run else _cuda()
     if arguments.apart:
         contestants = [replace(each, apart=True) for each in contestants]
@@ -255,7 +258,6 @@ def _step(arguments: argparse.Namespace) -> int:
         print(report.dry(found))
         return int(any(row.get("failed") for row in found["rows"]))
     how = {"largest": arguments.groups, "resident": arguments.resident, "rounds": arguments.rounds}
-    profiled = ["" if name == "all" else name for name in arguments.profile]
     result = step.measure(contestants, work, **how, warm_up=arguments.warm_up, profiled=profiled, say=_say)
     return _finish(arguments, device, f"step_{configuration.model_name(arguments.model)}", result)
 

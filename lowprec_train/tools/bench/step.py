@@ -64,6 +64,16 @@ def measure(
     return about | {"rows": rates(rows, work.tokens), "profiles": profiles}
 
 
+def profiled(asked: Sequence[str], contestants: Sequence[str]) -> list[str]:
+    """Return the parts of names whose contestants are profiled. Raises ValueError for one that no name contains."""
+    parts = ["" if name == "all" else name for name in asked]
+    if unknown := [part for part in parts if not any(part in name for name in contestants)]:
+        raise ValueError(
+            f"--profile {unknown[0]}: no contestant's name contains it; there are {', '.join(contestants)}"
+        )
+    return parts
+
+
 def fitting(work: Work) -> int:
     """Number of models that fit the device's memory at once."""
     if work.device.type != "cuda":
