@@ -184,9 +184,12 @@ def test_a_profile_of_nobody_is_refused(capsys):
         "--peers",
         "none",
     ]
-    assert cli.main([*given, "--profile", "bf16,fp8"]) == 0
+    assert cli.main([*given, "--profile", "bf16,fp8", "--profile", "all"]) == 0
     assert cli.main([*given, "--profile", "fp8,coat"]) == 2
-    assert "--profile coat: no contestant's name contains it; there are bf16, fp8" in capsys.readouterr().err
+    assert "--profile 'coat': no contestant has it in its name; there are bf16, fp8" in capsys.readouterr().err
+    assert step.named(["all", "fp"], ["bf16", "fp8"]) == ["", "fp"]
+    with pytest.raises(ValueError, match="--profile ''"):
+        step.named(["bf16", ""], ["bf16"])
 
 
 def test_a_dry_run_says_what_does_not_fit(capsys):

@@ -64,14 +64,14 @@ def measure(
     return about | {"rows": rates(rows, work.tokens), "profiles": profiles}
 
 
-def profiled(asked: Sequence[str], contestants: Sequence[str]) -> list[str]:
-    """Return the parts of names whose contestants are profiled. Raises ValueError for one that no name contains."""
-    parts = ["" if name == "all" else name for name in asked]
-    if unknown := [part for part in parts if not any(part in name for name in contestants)]:
-        raise ValueError(
-            f"--profile {unknown[0]}: no contestant's name contains it; there are {', '.join(contestants)}"
-        )
-    return parts
+def named(parts: Sequence[str], contestants: Sequence[str]) -> list[str]:
+    """Return parts of names, "" for `all`. Raises ValueError for an empty part, and for one that no name contains."""
+    for part in parts:
+        if part != "all" and not (part and any(part in name for name in contestants)):
+            raise ValueError(
+                f"--profile {part!r}: no contestant has it in its name; there are {', '.join(contestants)}"
+            )
+    return ["" if part == "all" else part for part in parts]
 
 
 def fitting(work: Work) -> int:
