@@ -11,6 +11,7 @@ from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 from lowprec_train.parallel import data
 from lowprec_train.parallel.data import grad_dtype
+from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train.launch import World
 from tests.distributed import run_distributed
 from tests.parallel.runs import LAYOUTS, MICRO, SEQ, SPLIT, TINY, Job, trained
@@ -35,7 +36,10 @@ KEPT = {  # what is summed or shares a scale is written in FP32
     "shared scale": ("+recipe=fp8", "comm=fp8_lm"),
     "as stored": ("+recipe=fp8", "comm=bf16", "parallel.param_all_gather=fp32"),
 }
-CASES = SENT | ROUNDED | KEPT
+NODES = "in fp8, nodes of two"  # encoded once more between nodes
+CASES = SENT | ROUNDED | KEPT | {NODES: ("+recipe=fp8", "comm=fp8", "comm.node_size=2")}
+OF = {"dp2": (*SENT, *ROUNDED, *KEPT), "replicate2-shard2": ("fp8", "in fp8"), "dp2-tp2": ("fp8", "in fp8")}
+OF["dp4"] = (NODES,)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -60,7 +64,7 @@ def work(rank, jobs, processes):
         with mock.patch.object(UnitSum, "reduce_scatter", watched):
             first = trained(each, World(rank, processes, rank))
         with mock.patch.object(data, "grad_dtype", lambda *args, **options: None):
-            second = trained(each, World(rank, processes, rank)) if case in SENT | ROUNDED else None
+            second = None if case in KEPT else trained(each, World(rank, processes, rank))
         found[case] = first, second, list(units.values())
     return found
 
@@ -68,8 +72,8 @@ def work(rank, jobs, processes):
 @pytest.fixture(scope="module")
 def ranks(once):
     def of(layout):
-        sizes = LAYOUTS[layout]
-        jobs = {case: job(case, sizes) for case in (CASES if layout == "dp2" else ("fp8", "in fp8"))}
+        sizes = (LAYOUTS | {"dp4": Sizes(dp_shard=4)})[layout]
+        jobs = {case: job(case, sizes) for case in OF[layout]}
         return once(f"gradients-{layout}", lambda: run_distributed(work, sizes, jobs, sizes.processes, timeout=480))
 
     return of
@@ -106,6 +110,13 @@ def test_in_other_layouts(layout, ranks):
             written, rounded, (*blocks, _) = rank[case]
             assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks)
             (assert_near if case in ROUNDED else assert_equal)(written, rounded)
+
+
+@pytest.mark.nightly
+def test_over_nodes(ranks):
+    for written, rounded, (*blocks, _) in (rank[NODES] for rank in ranks("dp4")):
+        assert all(unit == {DTYPES.index(torch.bfloat16)} for unit in blocks)
+        assert_near(written, rounded)
 
 
 def assert_equal(written, rounded):

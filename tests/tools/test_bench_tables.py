@@ -14,12 +14,8 @@ from lowprec_train.tools.bench.timing import Clock, Interval, copies
 
 CPU = torch.device("cpu")
 SMALL = {"hidden": (256, 512), "ffn": (256, 1024), "gate_up": (128, 2048), "weight": (512, 256)}
-ELSEWHERE = {
-    "scaled_mm",
-    "block_scaled_mm",
-    "bf16_mm",
-    "adamw",
-}  # measured by `bench gemm`, and as the step of whole optimizers
+ELSEWHERE = {"scaled_mm", "block_scaled_mm", "bf16_mm"}  # by `bench gemm`, the last as torch's product
+ELSEWHERE |= {"adamw"}  # as the step of whole optimizers
 ELSEWHERE |= {"adamw_squares", "adamw_amax"}  # passes of that step, where parameters are shards
 ELSEWHERE |= {f"{verb}_gradients{by}" for verb in ("encode", "decode") for by in ("", "_by")}  # in `bench comm`
 M, K = SHAPES["hidden"]
