@@ -171,25 +171,13 @@ def test_an_invalid_model_is_one_error(capsys):
 
 
 def test_a_profile_of_nobody_is_refused(capsys):
-    given = [
-        "bench",
-        "step",
-        "--model",
-        WORK.model,
-        "--seq-len",
-        "32",
-        "--dry-run",
-        "--recipes",
-        "fp8",
-        "--peers",
-        "none",
-    ]
+    given = f"bench step --model {WORK.model} --seq-len 32 --dry-run --recipes fp8 --peers none".split()
     assert cli.main([*given, "--profile", "bf16,fp8", "--profile", "all"]) == 0
     assert cli.main([*given, "--profile", "fp8,coat"]) == 2
     assert "--profile 'coat': no contestant has it in its name; there are bf16, fp8" in capsys.readouterr().err
-    assert step.named(["all", "fp"], ["bf16", "fp8"]) == ["", "fp"]
+    assert step.profile_filters(["all", "fp"], ["bf16", "fp8"]) == ["", "fp"]
     with pytest.raises(ValueError, match="--profile ''"):
-        step.named(["bf16", ""], ["bf16"])
+        step.profile_filters(["bf16", ""], ["bf16"])
 
 
 def test_a_dry_run_says_what_does_not_fit(capsys):

@@ -246,7 +246,7 @@ def _step(arguments: argparse.Namespace) -> int:
     contestants = ours.contestants(arguments.recipes, head=arguments.head, own=arguments.optimizer == "own")
     contestants += peers.chosen(arguments.peers)
     arguments.profile = [name for each in arguments.profile for name in each]
-    profiled = step.named(arguments.profile, [each.name for each in contestants if not each.missing])
+    profiled = step.profile_filters(arguments.profile, [each.name for each in contestants if not each.missing])
     device = torch.device("meta") if arguments.dry_run else _cuda()
     if arguments.apart:
         contestants = [replace(each, apart=True) for each in contestants]

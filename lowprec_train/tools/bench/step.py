@@ -64,7 +64,7 @@ def measure(
     return about | {"rows": rates(rows, work.tokens), "profiles": profiles}
 
 
-def named(parts: Sequence[str], contestants: Sequence[str]) -> list[str]:
+def profile_filters(parts: Sequence[str], contestants: Sequence[str]) -> list[str]:
     """Return parts of names, "" for `all`. Raises ValueError for an empty part, and for one that no name contains."""
     for part in parts:
         if part != "all" and not (part and any(part in name for name in contestants)):
