@@ -78,7 +78,7 @@ class GradientSums:
     """Sums of the gradients of `parameters`: matrices whose gradients are already reduced over the ranks.
 
     in_backward: the last gradient of a step is added without rounding and the sum is left in `.grad`, for an update in
-    the backward pass. squares: sum of squares of each finished sum, 0-dim FP64, until the next step.
+    the backward pass.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class GradientSums:
     ) -> None:
         self._in_backward, self._last = in_backward, False
         self._number: Tensor | None = None
-        self.squares: dict[nn.Parameter, Tensor] = {}
-        self._sums: dict[Tensor, GradientSum] = {}
+        self._squares: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[nn.Parameter, GradientSum] = {}
         for place, parameter in parameters:
             origin = shards[parameter].origin if shards and parameter in shards else (0, 0)
             self._sums[parameter] = GradientSum(codec, seed=seed, place=place, origin=origin)
@@ -104,13 +104,20 @@ class GradientSums:
         of its step.
         """
         self._number, self._last = number, last
-        self.squares.clear()
+        self._squares.clear()
+
+    @property
+    def squares(self) -> dict[nn.Parameter, Tensor]:
+        """Sum of squares of each sum that `gradients` will yield, 0-dim FP64. Those of matrices with a gradient in the
+        last micro-batch were computed with it.
+        """
+        missing = {p: held for p, held in self._sums.items() if not held.empty and p not in self._squares}
+        return self._squares | {p: _squares(held) for p, held in missing.items()}
 
     def gradients(self) -> Iterable[nn.Parameter]:
         """Yield each parameter with its sum as `.grad`, which is freed before the next one."""
         for parameter, held in self._sums.items():
             if not held.empty:
-                assert isinstance(parameter, nn.Parameter)
                 _give(parameter, held.take().view(local(parameter).shape))
                 yield parameter
                 parameter.grad = None
@@ -128,7 +135,11 @@ class GradientSums:
         parameter.grad = None
         held.add(gradient, self._number)
         if self._last:
-            self.squares[parameter] = torch.ops.lowprec.sum_squares([held.value()])[0]
+            self._squares[parameter] = _squares(held)
+
+
+def _squares(held: GradientSum) -> Tensor:
+    return torch.ops.lowprec.sum_squares([held.value()])[0]
 
 
 def _give(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -9,11 +9,11 @@ of this matrix has grown since:
     gradient of p  /=  max(n max(|g_p| / n_p, 1) / max_norm, 1)
 
 n and n_p are the norms of all gradients and of p's, in the last step or in the last but one, whichever is smaller: so a
-single long gradient does not shorten those of the next step. If all gradients grow by one factor, this is clipping by
-their norm. The first step has no norms before it: it measures its own and updates nothing. Parameters that are updated
-after the pass are clipped by the norm itself. All norms have the same bits for any sharding of the same gradients. This
-form of clipping is ours; LOMO runs a second backward pass, or bounds each element, and AdaGC (arXiv 2502.11034) clips
-each tensor by an average of its own norms.
+single long gradient does not shorten those of the next step. Where n_p is 0, max(n, |g_p|) is in place of the product.
+If all gradients grow by one factor, this is clipping by their norm. The first step has no norms before it: it measures
+its own and updates nothing. Parameters that are updated after the pass are clipped by the norm itself. All norms have
+the same bits for any sharding of the same gradients. This form of clipping is ours; LOMO runs a second backward pass,
+or bounds each element, and AdaGC (arXiv 2502.11034) clips each tensor by an average of its own norms.
 
 A step with a non-finite loss changes nothing. If a gradient is not finite, or too large to square when it is clipped,
 its parameter is not updated; the others of the pass are. The ranks with shards of a parameter first all-reduce their
@@ -91,7 +91,7 @@ class UpdatesInBackward:
             self._own.clear()
             if self._max_norm:
                 last, before = self.norms.unbind()
-                self._known = torch.where(before == 0, last, torch.minimum(last, before))
+                self._known = torch.where(before[0] == 0, last, torch.minimum(last, before))
                 self._divisor = clip_divisor(self._known[0], self._max_norm)
                 self._found_inf |= self.measures
 
@@ -142,9 +142,9 @@ class UpdatesInBackward:
         norms: of the gradients over all ranks, FP32 [p].
         """
         self._own.update(zip(unit, norms.unbind(), strict=True))
-        known = self._known[self._index[unit]]
-        growth = torch.where(known == 0, 1.0, norms / known).clamp(min=1.0)
-        divisors = clip_divisor(self._known[0] * growth, self._max_norm)
+        known, of_all = self._known[self._index[unit]], self._known[0]
+        grown = of_all * (norms / known).clamp(min=1.0)
+        divisors = clip_divisor(torch.where(known == 0, torch.maximum(of_all, norms), grown), self._max_norm)
         for parameter, more in zip(unit, (divisors / self._divisor).unbind(), strict=True):
             _gradient(parameter).div_(more)
         return divisors

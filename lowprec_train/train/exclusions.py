@@ -158,7 +158,12 @@ class Choices:
         return ""
 
     def _in_backward(self, grid: Sizes) -> str:
-        """Return which setting needs the gradients of several ranks at once; "" for none."""
+        """Return which setting needs the gradients of several ranks at once, or more steps; "" for none."""
+        if self.run.steps == 1 and self.run.max_grad_norm:
+            return (
+                f"steps=1 with max_grad_norm={self.run.max_grad_norm} would update nothing, because the first step "
+                "only measures the norms to clip by; use steps=2 or more, or max_grad_norm=0"
+            )
         if grid.dp_shard * grid.tp == 1:
             return ""
         shards = f"all shards (parallel.dp_shard={grid.dp_shard}, tp={grid.tp})"

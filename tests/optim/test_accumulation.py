@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lowprec_train.ops.codecs import FP32
-from lowprec_train.optim.accumulation import GradientSum, check
+from lowprec_train.optim.accumulation import GradientSum, GradientSums, check
 from lowprec_train.optim.codecs import expanded, plain, scaled
+from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build, checks
 from tests.recipes import composed
@@ -56,6 +58,18 @@ def test_draws_follow_from_the_parameter_the_micro_batch_and_the_place_in_the_wh
 
     assert torch.equal(of(whole)[4:, 32:], of(whole[4:, 32:], origin=(4, 32)))
     assert not torch.equal(of(whole), of(whole, number=8)) and not torch.equal(of(whole), of(whole, place=4))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_norm_counts_a_matrix_without_a_gradient_in_the_last_micro_batch(in_backward):
+    first, second = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+    held = GradientSums([(0, first), (1, second)], scaled("E4M3"), seed=0, in_backward=in_backward)
+    for last in (False, True):
+        held.begin(None, last=last)
+        (first.sum() + (0.0 if last else 4.0 * second.sum())).backward()
+    norm, _ = norm_and_squares([first, second], None, held.squares)
+    assert norm == pytest.approx(80**0.5) and second.grad is None
+    assert [p.grad.norm().item() for p in held.gradients()] == ([8.0] if in_backward else [4.0, 8.0])
 
 
 def test_taking_a_sum_leaves_nothing():

@@ -6,6 +6,7 @@ from torch import nn
 
 from lowprec_train.optim.in_backward import UpdatesInBackward
 from lowprec_train.optim.norm import norm_and_squares
+from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build
 from lowprec_train.train.checkpoint import Checkpointer
@@ -97,6 +98,22 @@ def test_gradients_that_grow_together_are_clipped_to_the_norm():
     added = [(optimizer.state[p]["exp_avg"] - 0.9 * before[p]) / 0.1 for p in net.parameters()]
     assert 0.45 < float(torch.cat([x.flatten() for x in added]).norm()) <= 0.5001
     assert float(norm) > 500
+
+
+def test_a_matrix_that_had_no_gradient_is_clipped_to_the_norm():
+    """In both steps after a gradient of 0: not shortened to nothing, not left as long as it is."""
+    first, second = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+    optimizer, used = CodedOptimizer([first, second], lr=0.0, weight_decay=0.0), []
+    updates = UpdatesInBackward(optimizer, [first, second], max_norm=1.0)
+    for own, other in ((3.0, 4.0), (3.0, 4.0), (3.0, 0.0), (3.0, 400.0), (3.0, 400.0), (3.0, 400.0)):
+        before = optimizer.state[second]["exp_avg"].clone() if used else 0.0
+        loss = (first * own / 2).sum() + (second * other / 2).sum()
+        updates.begin(loss.detach())
+        loss.backward()
+        norm = torch.stack(list(updates.squares.values())).sum().sqrt().float()
+        updates.end(norm, torch.tensor(True))
+        used.append(float((optimizer.state[second]["exp_avg"] - 0.9 * before).norm()) / 0.1 if used else 0.0)
+    assert used == pytest.approx([0.0, 0.8, 0.0, 1.0, 1.0, 1.0], abs=1e-3)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -256,3 +273,11 @@ def test_what_needs_other_gradients_is_refused(overrides, sizes, said):
     laid_out = build.layout(run)
     with pytest.raises(ValueError, match=f"optim.in_backward=true frees gradients.*{said}"):
         build.choices(run, laid_out).check_memory(sizes)
+
+
+def test_one_step_that_would_update_nothing_is_refused():
+    run = composed("model.layers=2", "optim.in_backward=true", "+recipe=bf16", "steps=1")
+    with pytest.raises(
+        ValueError, match=r"steps=1 with max_grad_norm=1.0 would update nothing, because the first step"
+    ):
+        build.choices(run, build.layout(run)).check_memory(Sizes())

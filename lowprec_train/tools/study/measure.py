@@ -5,7 +5,8 @@ nats a token on the whole validation split after the last step:
 
     gap       with the forward pass of each arm's recipe
     weights   with the same weights and a BF16 forward pass: the cost in training
-    forward   gap - weights: the cost of rounding in the forward pass
+    forward   own forward pass - BF16 forward pass, of the same weights, on the arm's own seeds: the cost of rounding in
+              the forward pass. It is gap - weights where all arms have the same seeds.
     tail      on the training batches of the last tenth of the steps, which all arms of a seed share; a cross-check
 
 An arm with an unstable seed has no gap: without that seed, the estimate would be biased. An arm whose loss with a BF16

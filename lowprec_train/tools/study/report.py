@@ -68,7 +68,7 @@ def definitions(measured: Measured) -> dict[str, str]:
         "gap": f"arm - {measured.baseline}, from loss = arm + seed + noise by least squares, with the residual SD s "
         "pooled over all arms; where the arms' noise differs (Levene, p < 0.01) from the arm's own pairs",
         "in the weights": "the gap of the same weights with a forward pass in BF16",
-        "forward rounding": "the rest: own forward pass - BF16 forward pass of the same weights, with the interval of "
+        "forward rounding": "own forward pass - BF16 forward pass of the same weights, with the interval of "
         "the seeds' pairs",
         "extra tokens": f"D / D' - 1, where {measured.baseline} trained on D' tokens has this loss, between runs of "
         "their own length in log D that have seeds in common",

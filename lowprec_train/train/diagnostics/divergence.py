@@ -101,7 +101,9 @@ class Skips:
         return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
 
     def judge(self, steps: int, max_nonfinite_steps: int, loss: float) -> None:
-        """Raise NothingTrained at the end of a run that has not trained. loss: the last validation loss."""
+        """Raise NothingTrained at the end of a run that has not trained. steps: of the run, without those that update
+        nothing by design. loss: the last validation loss.
+        """
         total, in_row = int(self.total), int(self.in_row)
-        if 2 * total > steps or in_row >= max_nonfinite_steps or not math.isfinite(loss):
+        if 2 * total > steps or total == steps or in_row >= max_nonfinite_steps or not math.isfinite(loss):
             raise NothingTrained(steps=steps, skipped=total, in_row=in_row, loss=loss)

@@ -89,6 +89,13 @@ def test_a_run_that_did_not_learn_fails_also_when_it_is_started_again(tmp_path, 
             trainer.fit(sinks=[], checkpointer=checkpointer)
 
 
+def test_a_run_whose_other_steps_only_measured_norms_fails():
+    """Clipped in the backward pass, the first step updates nothing, and the only other one is skipped."""
+    trainer = make_trainer(steps=2, poison=(1,), in_backward=True)
+    with pytest.raises(NothingTrained, match="no weight has moved"):
+        trainer.fit(sinks=[])
+
+
 def test_a_run_that_ends_in_skipped_steps_fails_also_when_it_is_started_again(tmp_path):
     def run(max_nonfinite_steps):
         trainer = make_trainer(steps=6, poison=(3, 4, 5), max_nonfinite_steps=max_nonfinite_steps)
