@@ -4,11 +4,12 @@
 an unknown key or a wrong type before anything is built. Two parts are open: nodes that name their class (`data`,
 `comm`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`: a `_target_` and its
 keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
-`precision.override.dgrad.a.format=E4M3` needs no `+`.
+`precision.override.dgrad.a.format=E4M3` needs no `+`. `phase` checks the phases of `precision.schedule` after Hydra.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -146,9 +147,36 @@ class PrecisionConfig:
     name: str = MISSING
     policy: dict[str, Any] = field(default_factory=dict)
     saved_activations: dict[str, Any] = field(default_factory=dict)
-    schedule: dict[str, PhaseConfig] = field(default_factory=dict)  # later phases of the run, by name
+    schedule: dict[str, Any] = field(default_factory=dict)  # later phases of the run, by name: `PhaseConfig`
     override: dict[str, Any] = field(default_factory=dict)
     deviations: list[str] = field(default_factory=list)  # parts of the published scheme that are not implemented
+
+    def __post_init__(self) -> None:
+        self.schedule = {name: OmegaConf.to_object(phase(name, given)) for name, given in self.schedule.items()}
+
+
+def phase(name: str, given: Any) -> DictConfig:
+    """Return a phase of the precision schedule with its types and all its keys. Raises ValueError if it does not fit.
+
+    Hydra composes phases without types, because OmegaConf refuses a mapping as a new element of dict[str, PhaseConfig],
+    and `+precision.schedule.late={at: 0.5, ...}` adds one.
+    """
+    key, known = f"precision.schedule.{name}", [each.name for each in fields(PhaseConfig)]
+    given = vars(given) if isinstance(given, PhaseConfig) else given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{key}={'null' if given is None else given} must be a mapping with {', '.join(known)}")
+    for each in given:
+        if each not in known:
+            raise ValueError(f"{key}.{each}={given[each]}: there is no such key; there are {', '.join(known)}")
+    for each in ("at", "policy"):
+        if given.get(each) in (None, MISSING, {}):
+            raise ValueError(f"{key}.{each} must be given: {key}.{each}=...")
+    try:
+        made = OmegaConf.merge(OmegaConf.structured(PhaseConfig), given)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{key}.{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(made, DictConfig)
+    return made
 
 
 @dataclass(kw_only=True)
@@ -350,7 +378,8 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("of_checkpoint", _of_checkpoint, replace=True)
     schema = OmegaConf.structured(RunConfig)
-    OmegaConf.set_struct(schema.precision.override, False)
+    for open_part in (schema.precision.override, schema.precision.schedule):
+        OmegaConf.set_struct(open_part, False)
     ConfigStore.instance().store(name="schema", node=schema)
     sizes = {each.name: f"${{of_checkpoint:{each.name}}}" for each in fields(ModelConfig)} | LAUNCHED
     ConfigStore.instance().store(group="model", name="from_checkpoint", node=sizes)

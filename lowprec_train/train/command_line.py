@@ -96,7 +96,7 @@ def refuse_flags(overrides: Iterable[str]) -> None:
     for override in overrides:
         setting = Setting.of(override)
         value = setting.parsed().value()
-        if _type(setting.key) is bool and type(value) in (int, float) and value not in (0, 1):
+        if _type(setting.key) in (bool, bool | None) and type(value) in (int, float) and value not in (0, 1):
             raise ValueError(f"{override}: {setting.value} is neither true nor false")
 
 

@@ -29,8 +29,17 @@ def typed(composed: DictConfig, overrides: Sequence[str]) -> RunConfig:
     refuse_unknown(composed)
     refuse_flags(overrides)
     try:
+        _type_phases(composed)
         run = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error, overrides)) from error
     assert isinstance(run, RunConfig)
     return run
+
+
+def _type_phases(run: DictConfig) -> None:
+    """Give the phases of the precision schedule their types and all their keys."""
+    phases = OmegaConf.to_container(run.precision.schedule, resolve=True)
+    assert isinstance(phases, dict)
+    for name, given in phases.items():
+        run.precision.schedule[name] = config.phase(str(name), given)

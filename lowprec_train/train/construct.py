@@ -10,6 +10,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -43,6 +44,8 @@ def checked(node: Mapping[str, Any], key: str | None = None, supplied: Collectio
     supplied: names of arguments that the caller adds. Raises ValueError as `construct` does, except for values that the
     target itself refuses.
     """
+    if not isinstance(node, Mapping):
+        raise ValueError(f"{key or 'a node'}={_shown(node)} must be a mapping with a _target_")
     name = node.get("_target_")
     if not isinstance(name, str):
         raise ValueError(f"{key or dict(node)} needs a _target_, the name of a class or function; it is {name}")
@@ -76,7 +79,9 @@ def check_arguments(
     for name, value in given.items():
         if name not in names:
             raise ValueError(f"{where}.{name}={value}: there is no such key{offered(name, names, f'{where} has')}")
-        if not _fits(value, hints.get(name, Any)):
+        hint = hints.get(name, Any)
+        node = isinstance(value, Mapping) and "_target_" in value  # what builds a dataclass
+        if not (node if is_dataclass(hint) else _fits(value, hint)):
             raise ValueError(f"{where}.{name}={_shown(value)} must be {_type_name(hints[name])}")
     for name in names:
         if parameters[name].default is inspect.Parameter.empty and name not in given:
@@ -119,6 +124,8 @@ def _type_name(hint: Any) -> str:
         return "null"
     if inspect.isclass(origin) and issubclass(origin, Sequence):
         return f"a list of {_type_name(inner[0]).removeprefix('a ').replace('number', 'numbers')}"
+    if is_dataclass(hint):
+        return f"a mapping with the _target_ of a {getattr(hint, '__name__', hint)}"
     return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint))
 
 

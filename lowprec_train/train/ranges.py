@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from typing import Any
 
@@ -102,5 +102,5 @@ def check(run: RunConfig) -> None:
 
 
 def _entry(tree: Any, name: str) -> Any:
-    """Return an entry of a tree; None if a node does not have the key."""
-    return (tree or {}).get(name) if tree is None or isinstance(tree, Mapping) else getattr(tree, name)
+    """Return an entry of a tree; None if a node does not have the key, or is no node."""
+    return tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name) if is_dataclass(tree) else None

@@ -3,6 +3,10 @@
 from tests.bad_inputs.case import case
 
 CHANGE = "train +recipe=fp4 precision.override"
+POLICY = "train '+precision.policy="
+PHASE = "train '+precision.schedule.late"
+EVERYWHERE = "policy: {*: {_target_: lowprec_train.recipes.bf16.recipe}}"
+FP8, AVERIS = "lowprec_train.recipes.fp8.recipe", "lowprec_train.recipes.averis.recipe"
 
 CASES = (
     case("recipe-without-a-plus", "train recipe=fp4", "recipe=fp4", "+recipe=fp4"),
@@ -58,38 +62,34 @@ CASES = (
     case("override-quantile-nan", f"{CHANGE}.fprop.outliers.quantile=nan", "nan"),
     case("override-outlier-variant-unknown", f"{CHANGE}.fprop.outliers.variant=banana", "banana"),
     case("policy-empty", "train precision.policy=null", "precision.policy"),
-    case(
-        "policy-that-matches-nothing",
-        "train '+precision.policy.\"decoder.*\"={_target_: lowprec_train.recipes.fp8.recipe}'",
-        "decoder.*",
-    ),
+    case("policy-that-matches-nothing", f"{POLICY}{{decoder.*: {{_target_: {FP8}}}}}'", "pattern 'decoder.*'"),
     case(
         "policy-of-an-unknown-recipe",
-        "train 'precision.policy={\"*\": {_target_: lowprec_train.recipes.fp5.recipe}}'",
-        "lowprec_train.recipes.fp5",
+        f"{POLICY}{{blocks.*: {{_target_: lowprec_train.recipes.fp5.recipe}}}}'",
+        "lowprec_train.recipes.fp5.recipe cannot be imported",
     ),
-    case("policy-without-a-target", "train 'precision.policy={\"*\": {format: E4M3}}'", "E4M3"),
-    case("policy-as-a-word", "train 'precision.policy={\"*\": fp8}'", "fp8"),
+    case(
+        "policy-without-a-target",
+        f"{POLICY}{{late.*: {{format: E4M3}}}}'",
+        "precision.policy.'late.*' needs a _target_",
+    ),
+    case("policy-as-a-word", f"{POLICY}{{blocks.*: fp8}}'", "precision.policy.'blocks.*'='fp8' must be"),
+    case("policy-as-a-flag", f"{POLICY}{{blocks.*: true}}'", "precision.policy.'blocks.*'=True must be"),
+    case("policy-null-for-a-pattern", f"{POLICY}{{blocks.*: null}}'", "precision.policy.'blocks.*'=null must be"),
+    case("policy-with-an-option-of-a-recipe", "train +recipe=fp4_fold +precision.policy.packed=true", "'packed'=True"),
+    case("policy-of-averis-of-a-number", f"{POLICY}{{blocks.*: {{_target_: {AVERIS}, of: 5}}}}'", "'blocks.*'.of=5"),
     case(
         "policy-recipe-with-an-unknown-option",
-        "train 'precision.policy={\"*\": {_target_: lowprec_train.recipes.fp8.recipe, colour: red}}'",
-        "colour",
+        f"{POLICY}{{blocks.*: {{_target_: {FP8}, colour: red}}}}'",
+        "precision.policy.'blocks.*'.colour=red",
     ),
-    case(
-        "policy-schedule-at-two",
-        "train '+precision.schedule.late={at: 2.0, policy: {\"*\": {_target_: lowprec_train.recipes.bf16.recipe}}}'",
-        "2.0",
-    ),
-    case(
-        "policy-schedule-at-nan",
-        "train '+precision.schedule.late={at: nan, policy: {\"*\": {_target_: lowprec_train.recipes.bf16.recipe}}}'",
-        "nan",
-    ),
-    case(
-        "policy-schedule-without-at",
-        "train '+precision.schedule.late={policy: {\"*\": {_target_: lowprec_train.recipes.bf16.recipe}}}'",
-        "at",
-    ),
+    case("policy-schedule-at-two", f"{PHASE}={{at: 2.0, {EVERYWHERE}}}'", "precision.schedule.late: ", "not at 2.0"),
+    case("policy-schedule-at-nan", f"{PHASE}={{at: nan, {EVERYWHERE}}}'", "precision.schedule.late: ", "not at nan"),
+    case("policy-schedule-at-noon", f"{PHASE}={{at: noon, {EVERYWHERE}}}'", "precision.schedule.late.at: Value 'noon'"),
+    case("policy-schedule-without-at", f"{PHASE}={{{EVERYWHERE}}}'", "precision.schedule.late.at must be given"),
+    case("policy-schedule-without-a-policy", f"{PHASE}.at=0.5'", "precision.schedule.late.policy must be given"),
+    case("policy-schedule-as-a-number", f"{PHASE}=5'", "precision.schedule.late=5 must be"),
+    case("policy-schedule-unknown-key", f"{PHASE}={{att: 0.5}}'", "precision.schedule.late.att=0.5: there is no such"),
     case("fp8-second-moment", "train +recipe=fp8_lm optim/moment@optim.second_moment=e4m3", "second_moment"),
     case("moment-unknown", "train optim/moment@optim.first_moment=int3", "int3", "fp16"),
     case("master-unknown", "train optim/master=fp8", "fp8", "fp32"),

@@ -85,6 +85,7 @@ TYPES = (
     case("lr-with-a-comma", "train 'optim.lr=\"0,001\"'", "0,001", "optim.lr"),
     case("bias-as-a-number", "train model.bias=7.5", "7.5", "model.bias"),
     case("bias-as-two", "train model.bias=2", "2", "model.bias"),
+    case("qkv-bias-as-a-number", "train model.qkv_bias=3", "model.qkv_bias=3: 3 is neither true nor false"),
     case("device-number", "train device=0", "device=0", "cuda"),
     case("device-unknown", "train device=tpu", "device=tpu", "auto, cpu, cuda"),
     case("device-empty", "train device=", "device="),
@@ -123,6 +124,8 @@ TYPES = (
     case("wandb-mode-unknown", "train logger=wandb logger.wandb.mode=sometimes", "sometimes"),
     case("console-every-zero", "train logger.console.every=0", "every"),
     case("console-every-in-words", "train logger.console.every=often", "often"),
+    case("console-null", "train logger.console=null", "logger.console=null must be"),
+    case("console-as-a-number", "train logger.console=5", "logger.console=5 must be"),
     case("logger-unknown-key", "train +logger.console.colour=red", "colour"),
     case("logger-without-a-target", "train '+logger.extra={a: 1}'", "logger.extra"),
 )

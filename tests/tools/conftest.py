@@ -40,7 +40,7 @@ def write(
         f"name: {name}\nseed: 1\nprecision: {{name: {name}}}\n{config}", encoding="utf-8"
     )
     if done:
-        (directory / "DONE").touch()
+        (directory / "DONE").write_text(json.dumps({"step": first + len(losses) - 1}))
     return directory
 
 

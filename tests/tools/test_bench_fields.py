@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,9 @@ def test_all_stored_results_are_whole():
         ("step", ("rows", 0, "loss", 1), "low", 'rows[0].loss[1] is "low", not a number'),
         ("step", ("rows", 0), 7, "rows[0] is 7, not an object"),
         ("step", ("environment",), {}, "environment lacks gpu"),
+        ("step", ("rows", 0, "loss"), [], "rows[0].loss is [], not a list of at least 1"),
+        ("step", ("rows", 0, "ms"), 0, "rows[0].ms is 0, not a positive number"),
+        ("kernels", ("rows", 1, "of_copy"), math.inf, "rows[1].of_copy is Infinity, not a number"),
         ("kernels", ("rows", 1, "ms"), None, "rows[1].ms is null, not a number"),
         ("linear", ("rows", 0, "ms", "fp8"), 0, "rows[0].ms.fp8 is 0, not a positive number"),
         ("memory", ("batches",), [], "batches is [], not a list of at least 1"),
@@ -111,6 +115,13 @@ def test_one_error_names_the_file_and_what_it_lacks(bench, path, change, says, t
     assert cli.main(["bench", "report", str(file)]) == 2
     said = f"lowprec bench: error: {file} is not a complete result of `lowprec bench {bench}`: {says}\n"
     assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b"9" * 5000, b"[" * 100_000, b"{"])
+def test_a_file_that_is_not_json_is_named(content, tmp_path, capsys):
+    (tmp_path / "x.json").write_bytes(content)
+    assert cli.main(["bench", "report", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.startswith(f"lowprec bench: error: {tmp_path / 'x.json'} is not JSON: ")
 
 
 def test_a_failed_row_needs_its_error_alone(capsys, tmp_path):

@@ -11,9 +11,14 @@ from omegaconf import OmegaConf
 from lowprec_train import config
 from lowprec_train.config import PrecisionConfig
 from lowprec_train.train import build, describe
+from lowprec_train.train.compose import composed as compose_typed
+from lowprec_train.train.compose import typed
 from lowprec_train.train.describe import Choice
 
 CPU = torch.device("cpu")
+AVERIS = "lowprec_train.recipes.averis.recipe"
+LATE = "precision.schedule.late"
+BF16 = "{blocks.*: {_target_: lowprec_train.recipes.bf16.recipe}, head: {_target_: lowprec_train.recipes.bf16.recipe}}"
 SMALL = ("model.layers=3", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=1", "model.vocab_size=128")
 
 
@@ -38,6 +43,10 @@ def test_construct_passes_values_and_objects():
         (target("no.such.thing"), "no.such.thing"),
         (target("fractions.Fraction", colour=1), "fractions.Fraction.*colour"),
         (target("fractions.Fraction", numerator="x"), "Invalid literal for Fraction: 'x'"),
+        (True, "a node=True must be a mapping with a _target_"),
+        (None, "a node=null must be a mapping with a _target_"),
+        (target(AVERIS, of=5), f"{AVERIS}.of=5 must be a mapping with the _target_ of a LinearRecipe"),
+        (target(AVERIS, of={"a": 1}), f"{AVERIS}.of={{'a': 1}} must be a mapping with the _target_ of a LinearRecipe"),
     ],
 )
 def test_construct_refuses_with_a_value_error(node, message):
@@ -49,6 +58,57 @@ def test_layout_needs_no_memory():
     laid_out = build.layout(composed("+recipe=fp4"))
     assert all(parameter.is_meta for parameter in laid_out.model.parameters())
     assert len(laid_out.phases[0].recipes) == 13
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        (f"+precision.schedule={{late: {{at: 0.5, policy: {BF16}}}}}",),
+        (f"+{LATE}={{at: 0.5, policy: {BF16}}}",),
+        (f"+{LATE}.at=0.5", f"+{LATE}.policy={BF16}"),
+        (f"+{LATE}={{at: 0.5, policy: {BF16}}}", f"{LATE}.forward_only=false"),
+    ],
+)
+def test_a_phase_is_the_same_however_it_is_added(added):
+    """A run is saved with all keys of a phase, which are part of its identity."""
+    config.register()
+    with initialize_config_dir(str(config.directory()), version_base="1.3"):
+        tree = compose("train", overrides=[*SMALL, "+recipe=fp8", "steps=10", *added])
+    _, late = build.layout(typed(tree, added)).phases
+    assert late.first_step == 5 and all(recipe.is_identity for recipe in late.recipes.values())
+    assert OmegaConf.to_container(tree.precision.schedule)["late"] == {
+        "at": 0.5,
+        "forward_only": False,
+        "policy": dict.fromkeys(("blocks.*", "head"), target("lowprec_train.recipes.bf16.recipe")),
+        "saved_activations": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        (f"{{at: 2.0, policy: {BF16}}}", ": a phase must begin at a fraction of the run between 0 and 1, not at 2.0"),
+        (f"{{at: nan, policy: {BF16}}}", ": a phase must begin at a fraction of the run between 0 and 1, not at nan"),
+        (f"{{at: noon, policy: {BF16}}}", ".at: Value 'noon' of type 'str' could not be converted to Float"),
+        (f"{{policy: {BF16}}}", f".at must be given: {LATE}.at=..."),
+        ("{at: 0.5}", f".policy must be given: {LATE}.policy=..."),
+        ("{att: 2}", ".att=2: there is no such key; there are at, forward_only, policy, saved_activations"),
+        (f"{{at: '${{banana}}', policy: {BF16}}}", ".at: Interpolation key 'banana' not found"),
+        ("5", "=5 must be a mapping with at, forward_only, policy, saved_activations"),
+        ("null", "=null must be a mapping with at, forward_only, policy, saved_activations"),
+    ],
+)
+def test_phases_that_cannot_be(added, message):
+    with pytest.raises(ValueError) as error:
+        build.layout(compose_typed(f"+{LATE}={added}"))
+    assert str(error.value) == f"{LATE}{message}"
+
+
+@pytest.mark.parametrize("key", ["model.qkv_bias", "model.tied"])
+def test_flags_are_no_numbers(key):
+    with pytest.raises(ValueError, match=f"{key}=3: 3 is neither true nor false"):
+        compose_typed(f"{key}=3")
+    assert compose_typed(f"{key}=1") == compose_typed(f"{key}=true")
 
 
 def test_weights_depend_on_the_seed_alone():

@@ -117,6 +117,14 @@ def test_a_directory_of_a_loggers_name_is_no_package(composed, tmp_path, monkeyp
         checks.configuration(run)
 
 
+@pytest.mark.parametrize(("value", "shown"), [(None, "null"), (5, "5"), (True, "True"), ("quiet", "'quiet'")])
+def test_loggers_that_are_no_nodes(composed, value, shown):
+    run = replace(composed, device="cpu", logger={"console": value})
+    checks.configuration(run)
+    with pytest.raises(ValueError, match=f"^logger.console={shown} must be a mapping with a _target_"):
+        checks.nodes(run)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -11,6 +11,7 @@ A form says what a value must be:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ def _measured(mark: str, **form: Form) -> Callable[[Any], Form]:
 
     def of(row: Any) -> Form:
         failed = isinstance(row, dict) and mark not in row and "error" in row
-        return {"name": TEXT, "error?": TEXT} if failed else {"name": TEXT, mark: NUMBER, **form}
+        return {"name": TEXT, "error?": TEXT} if failed else {"name": TEXT, mark: POSITIVE, **form}
 
     return of
 
@@ -113,10 +114,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
 TEXT = Kind("a text", lambda value: isinstance(value, str))
-NUMBER = Kind("a number", _is_number)
-NUMBER_OR_NULL = Kind("a number or null", _is_number, null=True)
-POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
+NUMBER = Kind("a number", _is_finite)
+NUMBER_OR_NULL = Kind("a number or null", _is_finite, null=True)
+POSITIVE = Kind("a positive number", lambda value: _is_finite(value) and value > 0)
+LOSS = Kind("a number", _is_number)  # NaN where training diverged
 WHOLE = Kind("a whole number", lambda value: _is_number(value) and isinstance(value, int))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 ANY = Kind("a value", lambda value: True, null=True)
@@ -124,7 +130,7 @@ SIZES, SHAPE = Named(ANY), Listed(WHOLE)
 
 STEPS: dict[str, Form] = {"sizes": SIZES, "tokens_per_step": NUMBER, "profiles": Named(_profile)}
 STEP: dict[str, Form] = {"group": ANY, "tokens_per_s": NUMBER, "of_group?": NUMBER, "peak_gib?": NUMBER}
-STEP |= {"loss": Listed(NUMBER), "attention?": TEXT, "host_ms?": Listed(NUMBER, 1), "cpu_ms?": Listed(NUMBER, 1)}
+STEP |= {"loss": Listed(LOSS, 1), "attention?": TEXT, "host_ms?": Listed(NUMBER, 1), "cpu_ms?": Listed(NUMBER, 1)}
 COMMUNICATION = dict.fromkeys(("of_limit?", "exposed_ms?", "idle_ms?", "estimated_gib?", "sent_gb?"), NUMBER)
 MEMORY: dict[str, Form] = {
     **dict.fromkeys(CATEGORIES[:-1], NUMBER),

@@ -57,7 +57,7 @@ def load(path: Path) -> Result:
     """Read a result. Raises ValueError for a file that is not a whole result of `lowprec bench`."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(result, dict) or str(result.get("bench")) not in report.TABLES:
         raise ValueError(f"{path} is not a result of `lowprec bench`")

@@ -127,6 +127,8 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
     if status == "done" and (lost := lost_end(path, metrics[LOSS])):
         status, notes = INCOMPLETE, [*notes, lost]
     entropy = info.get("valid_unigram_entropy")
+    if not isinstance(entropy, int | float | None):
+        raise ValueError(f"{path / 'run.json'}: valid_unigram_entropy is {entropy!r}, not a number")
     return Run(
         path=path,
         label=label,
@@ -145,10 +147,14 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
 
 
 def lost_end(path: Path, loss: Series) -> str | None:
-    """Return that metrics.jsonl ends before the finished run `path`; None if it does not, or DONE has no step."""
-    done = path / "DONE"
-    ended, last = read_object(done).get("step") if done.stat().st_size else None, int(loss.steps[-1])
-    if not isinstance(ended, int) or last >= ended:  # the last step is always logged
+    """Return that metrics.jsonl ends before the finished run `path`; None if it does not. Raises ValueError, with the
+    path, if DONE has no step.
+    """
+    done, last = path / "DONE", int(loss.steps[-1])
+    ended = read_object(done).get("step")
+    if not isinstance(ended, int):
+        raise ValueError(f"{done}: step is {ended!r}, not a whole number; restore it")
+    if last >= ended:  # the last step is always logged
         return None
     return f"metrics.jsonl ends at step {last}, but the run ended at step {ended}: lines are missing"
 
@@ -196,7 +202,7 @@ def parse(line: str) -> tuple[int, dict[str, float]] | None:
     try:
         record = json.loads(line)
         return int(record.pop("step")), {k: float("nan") if v is None else float(v) for k, v in record.items()}
-    except (ValueError, TypeError, AttributeError, KeyError):
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
         return None
 
 

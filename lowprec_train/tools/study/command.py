@@ -197,16 +197,22 @@ def _report(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.study import figure, measure, page, report, results, stored_results
 
     study, planned, out = _planned(arguments)
+    folder = out / "report"
+    selected = bool(arguments.arms or arguments.purpose)
+    kept = stored_results.stored_runs(folder / stored_results.FILE, study.name) if selected else {}
     found, left = results.read(planned, out, stored_results.read(arguments.results, planned, study.name))
-    measured, folder = measure.measure(study, found, left), out / "report"
+    measured = measure.measure(study, found, left)
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "figure.svg" if measured.cells else None
     if picture:
         figure.save(measured, picture)
     sweep = "sweep.svg" if figure.save_sweep(measured, folder / "sweep.svg") else ""
     text = report.to_markdown(measured, study, figure="figure.svg", sweep=sweep)
+    if not any(each.arm == study.baseline and not each.repeat for each in planned):
+        title, _, rest = text.partition("\n\n")
+        text = f"{title}\n\nThe baseline {study.baseline} is not selected, so no arm has a gap to it.\n\n{rest}"
     contents = {"report.md": text, "report.json": report.to_json(measured)}
-    contents[stored_results.FILE] = stored_results.to_json(study.name, found)
+    contents[stored_results.FILE] = stored_results.to_json(study.name, found, kept)
     if curves := [each.run for each in found if each.logged and (out / each.run.name).is_dir()]:
         contents["report.html"] = page.to_html(measured, curves, out, picture)
     for name, content in contents.items():

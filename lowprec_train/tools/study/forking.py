@@ -24,6 +24,7 @@ from lowprec_train.train.digests import FILE as MANIFEST
 from lowprec_train.train.logging.sinks import read_lines
 
 FILE = "fork.json"
+START = "{} or an object with a text `trunk`, a whole number `step` and a text `checkpoint`"
 
 
 def fork(trunk: Path, run: Path, step: int, config: Mapping[str, Any]) -> None:
@@ -70,8 +71,17 @@ def digest(checkpoint: Path) -> str:
 
 
 def start_state(run: Path) -> dict[str, Any]:
-    """Return the content of fork.json; empty if the run is not a fork."""
-    return read_object(run / FILE)
+    """Return the content of fork.json; empty if the run is not a fork. Raises ValueError for other content."""
+    found = read_object(run / FILE)
+    if not is_start_state(found):
+        raise ValueError(f"{run / FILE} is {json.dumps(found)[:60]}, not {START}")
+    return found
+
+
+def is_start_state(value: Any) -> bool:
+    """Return whether a value has the form of fork.json, or is empty."""
+    kinds = {"trunk": str, "step": int, "checkpoint": str}
+    return isinstance(value, dict) and (not value or all(isinstance(value.get(key), of) for key, of in kinds.items()))
 
 
 def check_start(starts: Mapping[str, Mapping[str, Any]]) -> None:

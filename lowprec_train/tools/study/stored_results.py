@@ -4,14 +4,19 @@ Parts of a study can be trained on different machines. `lowprec study run` write
 `lowprec study report STUDY --results FILE ...` combines these files with the runs of its own folder. Each stored run
 has a digest of its training configuration, so a run with another configuration is refused. A forked run also has the
 digest of the checkpoint that it started from.
+
+`FORM` says what the value of each field must be: a `Kind`, a list whose values have one form, an object with these keys
+and any others (the value of `key?` may be missing or null), or a function that returns the form of the value.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ import numpy as np
 from lowprec_train.config import read_object
 from lowprec_train.tools.compare.report import strict
 from lowprec_train.tools.compare.runs import Series
+from lowprec_train.tools.study import forking
 from lowprec_train.tools.study.plan import StudyRun, saved_form
 from lowprec_train.tools.study.results import Result
 from lowprec_train.tools.study.rms_spikes import RmsSpikes
@@ -27,7 +33,65 @@ from lowprec_train.train.identity import training_keys
 
 FILE = "results.json"
 FACTS = ("corpus_hash", "valid_unigram_entropy", "device", "versions", "held_out")
-NUMBERS = tuple(each.name for each in fields(Result) if each.name not in ("run", "valid", "facts", "start_state"))
+NUMBERS = tuple(
+    each.name for each in fields(Result) if each.name not in ("run", "rms_spikes", "valid", "facts", "start_state")
+)
+NON_FINITE = ("nan", "inf", "-inf")  # as `strict` writes these numbers
+SHOWN = 60  # characters of a wrong value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A value by itself."""
+
+    name: str
+    holds: Callable[[Any], bool]
+
+
+Form = Kind | list[Any] | dict[str, Any] | Callable[[Any], Any]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_whole(value)
+
+
+def _is_held_out(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(each is None or _is_whole(each) for each in value)
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+NULL = Kind("null", lambda value: value is None)
+WHOLE = Kind("a whole number", _is_whole)
+COUNT = Kind("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
+POSITIVE = Kind("a whole number above 0", lambda value: _is_whole(value) and value > 0)
+FINITE = Kind("a finite number", lambda value: _is_number(value) and math.isfinite(value))
+NUMBER = Kind("a number", lambda value: _is_number(value) or value in NON_FINITE)
+NUMBER_OR_NULL = Kind("a number or null", lambda value: value is None or NUMBER.holds(value))
+RMS_SPIKES = {**dict.fromkeys(("events", "spikes", "preceded"), COUNT), "chance": FINITE}
+FORM: dict[str, Form] = {
+    "configuration": TEXT,
+    **dict.fromkeys(("loss", "weights", "tail", "start"), NUMBER),
+    **dict.fromkeys(("sharpness", "clipped", "rate"), NUMBER_OR_NULL),
+    "unstable": TEXT,
+    **dict.fromkeys(("logged", "spikes"), COUNT),
+    "skipped": WHOLE,
+    **dict.fromkeys(("steps", "tokens", "parameters"), POSITIVE),
+    "rms_spikes": lambda value: NULL if value is None else RMS_SPIKES,
+    "valid": {"steps": [COUNT], "values": [NUMBER]},
+    "facts": {
+        "corpus_hash": TEXT,
+        "valid_unigram_entropy?": FINITE,
+        "device?": TEXT,
+        "versions?": OBJECT,
+        "held_out?": Kind("two whole numbers, or null for one that is not known", _is_held_out),
+    },
+    "start_state": Kind(forking.START, forking.is_start_state),
+}
 
 
 def configuration_digest(run: StudyRun) -> str:
@@ -36,14 +100,14 @@ def configuration_digest(run: StudyRun) -> str:
     return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def to_json(study: str, found: Iterable[Result]) -> str:
-    """Content of results.json."""
-    runs = {each.run.name: _stored(each) for each in found}
+def to_json(study: str, found: Iterable[Result], kept: Mapping[str, Any] | None = None) -> str:
+    """Content of results.json. kept: other stored runs by name, which stay as they are."""
+    runs = {**(kept or {}), **{each.run.name: _stored(each) for each in found}}
     return json.dumps(strict({"study": study, "runs": runs}), indent=1, allow_nan=False) + "\n"
 
 
 def _stored(result: Result) -> dict[str, Any]:
-    kept = {name: getattr(result, name) for name in NUMBERS if name != "rms_spikes"}
+    kept = {name: getattr(result, name) for name in NUMBERS}
     return kept | {
         "rms_spikes": None if result.rms_spikes is None else asdict(result.rms_spikes),
         "valid": {"steps": result.valid.steps.tolist(), "values": result.valid.values.tolist()},
@@ -53,66 +117,106 @@ def _stored(result: Result) -> dict[str, Any]:
     }
 
 
+def stored_runs(file: Path, study: str) -> dict[str, Any]:
+    """Return the runs of a results.json file by name, as stored; empty if there is no such file.
+
+    Raises ValueError, with the file, if it cannot be read, is of another study or has no runs.
+    """
+    if not file.exists():
+        return {}
+    content = read_object(file)
+    if content.get("study") != study:
+        raise ValueError(f"{file}: not the results of study {study}, but of {content.get('study')!r}")
+    if wrong := _fault(content, {"runs": OBJECT}, ""):
+        raise ValueError(f"{file}: {wrong}")
+    return dict(content["runs"])
+
+
 def read(files: Sequence[Path], planned: Sequence[StudyRun], study: str) -> list[Result]:
     """Read the results of the planned runs from results.json files.
 
-    Raises ValueError for a file of another study, for a run with another configuration, and if two files have different
-    results of one run.
+    Raises ValueError for a file of another study, for a run with another configuration or with a missing or wrong
+    field, and if two files have different results of one run.
     """
     named = {run.name: run for run in planned}
     found: dict[str, tuple[Path, dict[str, Any]]] = {}
     for file in files:
         if not file.is_file():
             raise ValueError(f"--results {file}: no such file")
-        content = read_object(file)
-        if content.get("study") != study or not isinstance(content.get("runs"), dict):
-            raise ValueError(f"--results {file}: not the results of study {study}, but of {content.get('study')!r}")
-        for name, stored in content["runs"].items():
+        for name, stored in stored_runs(file, study).items():
             if name not in named:
                 continue
+            if wrong := fault(stored):
+                raise ValueError(f"{file}: {name}: {wrong}")
             if name in found and not _same(found[name][1], stored):
                 raise ValueError(f"{file} and {found[name][0]} hold different results of {name}: give one of them")
-            if name not in found or "held_out" in _facts(stored):
+            if name not in found or "held_out" in stored["facts"]:
                 found[name] = file, stored
     return [_result(named[name], file, stored) for name, (file, stored) in found.items()]
 
 
-def _facts(stored: Mapping[str, Any]) -> dict[str, Any]:
-    return facts if isinstance(facts := stored.get("facts"), dict) else {}
+def fault(stored: Any) -> str:
+    """Return what is missing or wrong in a stored run, with its place; "" for nothing."""
+    if found := _fault(stored, FORM, ""):
+        return found
+    steps, values = stored["valid"]["steps"], stored["valid"]["values"]
+    if len(steps) != len(values):
+        return f"valid.steps has length {len(steps)}, and valid.values {len(values)}"
+    after = next((at for at, (last, step) in enumerate(pairwise(steps), 1) if step <= last), None)
+    return "" if after is None else f"valid.steps[{after}] is {steps[after]}, not above {steps[after - 1]}"
+
+
+def _fault(value: Any, form: Form, place: str) -> str:
+    if isinstance(form, Kind):
+        return "" if form.holds(value) else _wrong(value, form.name, place)
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            return _wrong(value, "a list", place)
+        return next(filter(None, (_fault(each, form[0], f"{place}[{at}]") for at, each in enumerate(value))), "")
+    if not isinstance(form, dict):
+        return _fault(value, form(value), place)
+    if not isinstance(value, dict):
+        return _wrong(value, "an object", place)
+    for key, each in form.items():
+        name = key.removesuffix("?")
+        if value.get(name) is None and key.endswith("?"):
+            continue
+        if name not in value:
+            return f"{place or 'it'} lacks {name}"
+        if found := _fault(value[name], each, f"{place}.{name}" if place else name):
+            return found
+    return ""
+
+
+def _wrong(value: Any, expected: str, place: str) -> str:
+    return f"{place or 'it'} is {json.dumps(value)[:SHOWN]}, not {expected}"
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether two stored results are equal, except that one may be of before `held_out` was stored."""
-    kept = [_facts(each) for each in (one, other)]
+    kept = [each["facts"] for each in (one, other)]
     if not all("held_out" in facts for facts in kept):
         kept = [{key: value for key, value in facts.items() if key != "held_out"} for facts in kept]
     return {**one, "facts": kept[0]} == {**other, "facts": kept[1]}
 
 
 def _result(run: StudyRun, file: Path, stored: Mapping[str, Any]) -> Result:
-    if stored.get("configuration") != configuration_digest(run):
+    if stored["configuration"] != configuration_digest(run):
         raise ValueError(
             f"{file}: {run.name} was trained with another configuration than this study plans; "
             "give the --set of the command that trained it"
         )
-    try:
-        numbers = {name: _number(stored[name]) for name in NUMBERS if name != "rms_spikes"}
-        spikes = stored["rms_spikes"]
-        valid = Series(
-            steps=np.array(stored["valid"]["steps"], np.int64), values=np.array(stored["valid"]["values"], np.float64)
-        )
-        return Result(
-            run=run,
-            valid=valid,
-            facts=stored["facts"],
-            start_state=stored["start_state"],
-            rms_spikes=None if spikes is None else RmsSpikes(**spikes),
-            **numbers,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {run.name}: {type(error).__name__}: {error}") from None
+    spikes, valid = stored["rms_spikes"], stored["valid"]
+    return Result(
+        run=run,
+        valid=Series(steps=np.array(valid["steps"], np.int64), values=np.array(valid["values"], np.float64)),
+        facts=stored["facts"],
+        start_state=stored["start_state"],
+        rms_spikes=None if spikes is None else RmsSpikes(**{name: spikes[name] for name in RMS_SPIKES}),
+        **{name: _number(stored[name]) for name in NUMBERS},
+    )
 
 
 def _number(value: Any) -> Any:
     """A stored value; non-finite numbers are stored as strings."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    return float(value) if value in NON_FINITE else value

@@ -33,7 +33,7 @@ class Window:
         self, *, first: int, steps: int, directory: Path, device: torch.device, rank: int = 0, **record: Any
     ) -> None:
         self._first, self._last = first, first + steps - 1
-        self._stem = directory / f"steps-{first}-{self._last}.rank-{rank}"
+        self._directory, self._rank = directory, rank
         self._device, self._record = device, record
         self._profiler: torch.profiler.profile | None = None
         self._seen = 0
@@ -80,9 +80,11 @@ class Window:
         self._profiler.step()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        self._stem.parent.mkdir(parents=True, exist_ok=True)
-        trace, text = self._stem.with_name(f"{self._stem.name}.json.gz"), self._stem.with_name(f"{self._stem.name}.txt")
+        last = min(self._seen, self._last)  # the run may have ended before the window
+        stem = f"steps-{self._first}-{last}.rank-{self._rank}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        trace, text = self._directory / f"{stem}.json.gz", self._directory / f"{stem}.txt"
         profiler.export_chrome_trace(str(trace))
         kernels = kernel_times(profiler.events() or [], on_gpu=self._device.type == "cuda")
-        text.write_text(table(kernels, steps=min(self._seen, self._last) - self._first + 1), encoding="utf-8")
+        text.write_text(table(kernels, steps=last - self._first + 1), encoding="utf-8")
         log.info("profile: %s and %s", trace, text.name)

@@ -160,7 +160,7 @@ def test_gate_refuses_a_run_that_stopped_early(make_run):
     base, other = make_run("bf16", losses()), make_run("fp4", losses(n=60), done=False)
     status, found = report([base, other], "--max-gap", 1)
     assert status == 1 and found["failures"] == ["fp4: unfinished at step 60, others are at 100"]
-    (other / "DONE").touch()
+    (other / "DONE").write_text(json.dumps({"step": 60}))
     assert compare(base, other, "--max-gap", 1) == 0
 
 

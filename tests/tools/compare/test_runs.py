@@ -131,3 +131,28 @@ def test_a_finished_run_that_lost_metrics_is_incomplete(make_run, tmp_path, caps
     command = ["compare", *map(str, (tmp_path / "runs").iterdir()), "--out", str(tmp_path / "out"), "--max-gap", "1"]
     assert cli.main(command) == (0 if complete else 1)
     assert complete or f"fp4: {lost}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("DONE", "", "DONE cannot be read"),
+        ("DONE", '{"step": "5"}', "DONE: step is '5', not a whole number"),
+        (
+            "run.json",
+            '{"corpus_hash": "c0ffee", "valid_unigram_entropy": "x"}',
+            "run.json: valid_unigram_entropy is 'x'",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(make_run, name, content, says):
+    runs = [make_run(each, [3.0, 2.9]) for each in ("bf16", "fp4")]
+    (runs[1] / name).write_text(content)
+    with pytest.raises(ValueError, match=says) as error:
+        read_runs(runs)
+    assert str(runs[1]) in str(error.value)
+
+
+def test_a_step_that_is_too_large_makes_an_unreadable_line(make_run):
+    runs = [make_run("bf16", [3.0, 2.9]), make_run("fp4", [3.0, 2.9], tail='{"step": 1e400}\n')]
+    assert read_runs(runs)[1].notes == ("unreadable lines of metrics.jsonl are left out: 3",)

@@ -131,6 +131,19 @@ def test_one_error_names_the_value(told, tmp_path):
     assert str(error.value).startswith(f"{file}: ") and told in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("steps=3", "--set steps=3: the axes of a block set steps; change it in a copy of the study"),
+        ("++optim.lr=1", "--set ++optim.lr=1: arm own sets optim.lr; change it in a copy of the study"),
+    ],
+)
+def test_an_override_that_some_runs_would_ignore_is_refused(override, says, tmp_path):
+    with pytest.raises(ValueError) as error:
+        definition.load(written(tmp_path)).with_overrides(["optim.eps=1e-9", override])
+    assert str(error.value) == says
+
+
 def test_the_fault_of_a_file_that_is_not_yaml_is_told_with_its_line(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text("name: small\narms: {bf16: }\nname: other\n")

@@ -52,3 +52,10 @@ def test_a_fork_of_its_own_trunk_is_that_run(small, tmp_path):
         forking.check_start(states)
     with pytest.raises(ValueError, match="has no checkpoint step-21 to fork from"):
         forking.fork(trunk, tmp_path / "new", 21, {})
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, {"trunk": "t", "step": "1", "checkpoint": "a"}])
+def test_a_damaged_fork_file_is_one_error(tmp_path, content):
+    (tmp_path / "fork.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"fork\.json is .*, not \{\} or an object with a text `trunk`"):
+        forking.start_state(tmp_path)

@@ -66,6 +66,7 @@ def test_windows_at_the_edges(first, steps, begins, steps_seen, tmp_path, caplog
     files = list(tmp_path.glob("*.json.gz"))
     assert len(files) == (steps_seen is not None)
     if files:
+        assert files[0].name == f"steps-{first}-{first + steps_seen - 1}.rank-0.json.gz"
         assert sum(e["name"] == "aten::cumsum" for e in trace(files[0])) == steps_seen
         assert f"ms a step over {steps_seen} steps\n" in next(tmp_path.glob("*.txt")).read_text()
     assert ("no profile" in caplog.text) is (begins > first)
