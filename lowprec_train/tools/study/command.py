@@ -208,9 +208,6 @@ def _report(arguments: argparse.Namespace) -> int:
         figure.save(measured, picture)
     sweep = "sweep.svg" if figure.save_sweep(measured, folder / "sweep.svg") else ""
     text = report.to_markdown(measured, study, figure="figure.svg", sweep=sweep)
-    if not any(each.arm == study.baseline and not each.repeat for each in planned):
-        title, _, rest = text.partition("\n\n")
-        text = f"{title}\n\nThe baseline {study.baseline} is not selected, so no arm has a gap to it.\n\n{rest}"
     contents = {"report.md": text, "report.json": report.to_json(measured)}
     contents[stored_results.FILE] = stored_results.to_json(study.name, found, kept)
     if curves := [each.run for each in found if each.logged and (out / each.run.name).is_dir()]:

@@ -95,8 +95,10 @@ def definitions(measured: Measured) -> dict[str, str]:
 
 def to_markdown(measured: Measured, study: Study, *, figure: str, sweep: str = "") -> str:
     """Return the report. figure, sweep: file names of the plots; sweep is "" if there is none."""
+    compared = any(row.arm == measured.baseline for cell in measured.cells for row in cell.arms)
     parts = [
         f"# Study {measured.name}: gaps to {measured.baseline}",
+        "" if compared or not measured.cells else f"No run of {measured.baseline} is here, so no arm has a gap to it.",
         *(cell_text(each, measured.contrasts) for each in measured.cells),
         f"![gap against tokens, and final gaps]({figure})" if measured.cells else "",
         *(f"## Gate\n\n{noise_text(each)}" for each in measured.gate),

@@ -4,18 +4,14 @@ Parts of a study can be trained on different machines. `lowprec study run` write
 `lowprec study report STUDY --results FILE ...` combines these files with the runs of its own folder. Each stored run
 has a digest of its training configuration, so a run with another configuration is refused. A forked run also has the
 digest of the checkpoint that it started from.
-
-`FORM` says what the value of each field must be: a `Kind`, a list whose values have one form, an object with these keys
-and any others (the value of `key?` may be missing or null), or a function that returns the form of the value.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from lowprec_train.config import read_object
+from lowprec_train.tools import forms
 from lowprec_train.tools.compare.report import strict
 from lowprec_train.tools.compare.runs import Series
+from lowprec_train.tools.forms import FINITE, NUMBER, OBJECT, TEXT, WHOLE, Form, Kind, Listed
 from lowprec_train.tools.study import forking
 from lowprec_train.tools.study.plan import StudyRun, saved_form
 from lowprec_train.tools.study.results import Result
@@ -37,52 +35,28 @@ NUMBERS = tuple(
     each.name for each in fields(Result) if each.name not in ("run", "rms_spikes", "valid", "facts", "start_state")
 )
 NON_FINITE = ("nan", "inf", "-inf")  # as `strict` writes these numbers
-SHOWN = 60  # characters of a wrong value
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A value by itself."""
-
-    name: str
-    holds: Callable[[Any], bool]
-
-
-Form = Kind | list[Any] | dict[str, Any] | Callable[[Any], Any]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_whole(value)
 
 
 def _is_held_out(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(each is None or _is_whole(each) for each in value)
+    return isinstance(value, list) and len(value) == 2 and all(each is None or WHOLE.holds(each) for each in value)
 
 
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 NULL = Kind("null", lambda value: value is None)
-WHOLE = Kind("a whole number", _is_whole)
-COUNT = Kind("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
-POSITIVE = Kind("a whole number above 0", lambda value: _is_whole(value) and value > 0)
-FINITE = Kind("a finite number", lambda value: _is_number(value) and math.isfinite(value))
-NUMBER = Kind("a number", lambda value: _is_number(value) or value in NON_FINITE)
-NUMBER_OR_NULL = Kind("a number or null", lambda value: value is None or NUMBER.holds(value))
+COUNT = Kind("a whole number of 0 or more", lambda value: WHOLE.holds(value) and value >= 0)
+SIZE = Kind("a whole number above 0", lambda value: WHOLE.holds(value) and value > 0)
+LOSS = Kind("a number", lambda value: NUMBER.holds(value) or value in NON_FINITE)
+LOSS_OR_NULL = Kind("a number or null", LOSS.holds, null=True)
 RMS_SPIKES = {**dict.fromkeys(("events", "spikes", "preceded"), COUNT), "chance": FINITE}
 FORM: dict[str, Form] = {
     "configuration": TEXT,
-    **dict.fromkeys(("loss", "weights", "tail", "start"), NUMBER),
-    **dict.fromkeys(("sharpness", "clipped", "rate"), NUMBER_OR_NULL),
+    **dict.fromkeys(("loss", "weights", "tail", "start"), LOSS),
+    **dict.fromkeys(("sharpness", "clipped", "rate"), LOSS_OR_NULL),
     "unstable": TEXT,
     **dict.fromkeys(("logged", "spikes"), COUNT),
     "skipped": WHOLE,
-    **dict.fromkeys(("steps", "tokens", "parameters"), POSITIVE),
+    **dict.fromkeys(("steps", "tokens", "parameters"), SIZE),
     "rms_spikes": lambda value: NULL if value is None else RMS_SPIKES,
-    "valid": {"steps": [COUNT], "values": [NUMBER]},
+    "valid": {"steps": Listed(COUNT), "values": Listed(LOSS)},
     "facts": {
         "corpus_hash": TEXT,
         "valid_unigram_entropy?": FINITE,
@@ -127,7 +101,7 @@ def stored_runs(file: Path, study: str) -> dict[str, Any]:
     content = read_object(file)
     if content.get("study") != study:
         raise ValueError(f"{file}: not the results of study {study}, but of {content.get('study')!r}")
-    if wrong := _fault(content, {"runs": OBJECT}, ""):
+    if wrong := forms.fault(content, {"runs": OBJECT}):
         raise ValueError(f"{file}: {wrong}")
     return dict(content["runs"])
 
@@ -157,39 +131,13 @@ def read(files: Sequence[Path], planned: Sequence[StudyRun], study: str) -> list
 
 def fault(stored: Any) -> str:
     """Return what is missing or wrong in a stored run, with its place; "" for nothing."""
-    if found := _fault(stored, FORM, ""):
+    if found := forms.fault(stored, FORM):
         return found
     steps, values = stored["valid"]["steps"], stored["valid"]["values"]
     if len(steps) != len(values):
         return f"valid.steps has length {len(steps)}, and valid.values {len(values)}"
     after = next((at for at, (last, step) in enumerate(pairwise(steps), 1) if step <= last), None)
     return "" if after is None else f"valid.steps[{after}] is {steps[after]}, not above {steps[after - 1]}"
-
-
-def _fault(value: Any, form: Form, place: str) -> str:
-    if isinstance(form, Kind):
-        return "" if form.holds(value) else _wrong(value, form.name, place)
-    if isinstance(form, list):
-        if not isinstance(value, list):
-            return _wrong(value, "a list", place)
-        return next(filter(None, (_fault(each, form[0], f"{place}[{at}]") for at, each in enumerate(value))), "")
-    if not isinstance(form, dict):
-        return _fault(value, form(value), place)
-    if not isinstance(value, dict):
-        return _wrong(value, "an object", place)
-    for key, each in form.items():
-        name = key.removesuffix("?")
-        if value.get(name) is None and key.endswith("?"):
-            continue
-        if name not in value:
-            return f"{place or 'it'} lacks {name}"
-        if found := _fault(value[name], each, f"{place}.{name}" if place else name):
-            return found
-    return ""
-
-
-def _wrong(value: Any, expected: str, place: str) -> str:
-    return f"{place or 'it'} is {json.dumps(value)[:SHOWN]}, not {expected}"
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -102,7 +102,7 @@ def test_a_selection_keeps_the_other_stored_runs(parts, tmp_path, capsys):
     for options, missing in ((["--arms", "fp8"], True), (["--arms", "bf16", "fp4"], False)):
         assert {row["arm"] for row in report(file, out, *options)["cells"][0]["arms"]} == {*options[1:]}
         assert json.loads(second.read_text()) == stored
-        line = "\n\nThe baseline bf16 is not selected, so no arm has a gap to it.\n"
+        line = "\n\nNo run of bf16 is here, so no arm has a gap to it.\n"
         assert (line in capsys.readouterr().out) is missing
     assert report(file, out, "--purpose", "estimate") and json.loads(second.read_text()) == stored
     assert report(file, out) and len(json.loads(second.read_text())["runs"]) == 6  # the report of the folder alone
