@@ -24,6 +24,8 @@ from lowprec_train.data.appending import write_whole
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.loader import Batch, Dataset
 from lowprec_train.model.transformer import Transformer
+from lowprec_train.tools import forms
+from lowprec_train.tools.forms import NUMBER, Named
 from lowprec_train.tools.study import sharpness
 from lowprec_train.train import checks
 from lowprec_train.train.construct import construct
@@ -34,8 +36,13 @@ SHARP = 256  # samples whose last token gives the sharpness
 
 
 def read(run: Path) -> dict[str, Any]:
-    """Return the content of evaluation.json; empty if the run was not evaluated or was trained further since."""
-    found = read_object(run / FILE, advice="remove it to evaluate the run again")
+    """Return the content of evaluation.json; empty if the run was not evaluated or was trained further since. Raises
+    ValueError, with the path, for other content.
+    """
+    advice = "remove it to evaluate the run again"
+    found = read_object(run / FILE, advice=advice)
+    if wrong := forms.fault(found, {"loss?": Named(NUMBER), "sharpness?": Named(NUMBER)}):
+        raise ValueError(f"{run / FILE}: {wrong}; {advice}")
     ended = read_object(run / "DONE")
     return found if found.get("step") == ended.get("step") is not None else {}
 

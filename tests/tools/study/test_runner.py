@@ -159,7 +159,8 @@ def test_an_arm_is_given_up_for_a_new_run_that_failed_and_not_for_an_evaluation(
     assert list(run(tmp_path, planned)) == ["bf16-s2"] and begun[2:] == ["bf16-s2"]
 
 
-def test_a_run_whose_evaluation_cannot_be_read_fails_alone(tmp_path, begun, monkeypatch):
+@pytest.mark.parametrize("content", ['{"step": 4', '{"step": 4, "loss": {"run": null}}', '{"sharpness": 5}'])
+def test_a_run_whose_evaluation_cannot_be_read_fails_alone(tmp_path, begun, monkeypatch, content):
     _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
     begun.runs = planned
     real = synthetic.run
@@ -167,7 +168,7 @@ def test_a_run_whose_evaluation_cannot_be_read_fails_alone(tmp_path, begun, monk
     def torn(out, planned, loss, **options):
         directory = real(out, planned, loss, **options)
         if planned.name == "bf16-s2":
-            (directory / "evaluation.json").write_text('{"step": 4')
+            (directory / "evaluation.json").write_text(content)
         return directory
 
     monkeypatch.setattr(synthetic, "run", torn)
