@@ -156,7 +156,8 @@ class PrecisionConfig:
 
 
 def phase(name: str, given: Any) -> DictConfig:
-    """Return a phase of the precision schedule with its types and all its keys. Raises ValueError if it does not fit.
+    """Return a phase of the precision schedule with its types and all its keys. Raises ValueError for an unknown key, a
+    wrong type, and a phase without `at` or `policy`.
 
     Hydra composes phases without types, because OmegaConf refuses a mapping as a new element of dict[str, PhaseConfig],
     and `+precision.schedule.late={at: 0.5, ...}` adds one.
@@ -171,6 +172,9 @@ def phase(name: str, given: Any) -> DictConfig:
     for each in ("at", "policy"):
         if given.get(each) in (None, MISSING, {}):
             raise ValueError(f"{key}.{each} must be given: {key}.{each}=...")
+    flag = given.get("forward_only")
+    if type(flag) in (int, float) and flag not in (0, 1):
+        raise ValueError(f"{key}.forward_only={flag}: {flag} is neither true nor false")
     try:
         made = OmegaConf.merge(OmegaConf.structured(PhaseConfig), given)
     except OmegaConfBaseException as error:

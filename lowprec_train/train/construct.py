@@ -80,8 +80,7 @@ def check_arguments(
         if name not in names:
             raise ValueError(f"{where}.{name}={value}: there is no such key{offered(name, names, f'{where} has')}")
         hint = hints.get(name, Any)
-        node = isinstance(value, Mapping) and "_target_" in value  # what builds a dataclass
-        if not (node if is_dataclass(hint) else _fits(value, hint)):
+        if not (_builds(value, hint) if inspect.isclass(hint) and is_dataclass(hint) else _fits(value, hint)):
             raise ValueError(f"{where}.{name}={_shown(value)} must be {_type_name(hints[name])}")
     for name in names:
         if parameters[name].default is inspect.Parameter.empty and name not in given:
@@ -95,6 +94,11 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
         return hints | (typing.get_type_hints(target) if inspect.isclass(target) else {})
     except (NameError, TypeError):
         return {}
+
+
+def _builds(value: Any, made: type) -> bool:
+    """Return whether a value is of a class, or a node that builds something."""
+    return isinstance(value, made) or (isinstance(value, Mapping) and "_target_" in value)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -158,7 +158,7 @@ class Choices:
         return ""
 
     def _in_backward(self, grid: Sizes) -> str:
-        """Return which setting needs the gradients of several ranks at once, or more steps; "" for none."""
+        """Return why updates in the backward pass cannot work with these settings; "" if they can."""
         if self.run.steps == 1 and self.run.max_grad_norm:
             return (
                 f"steps=1 with max_grad_norm={self.run.max_grad_norm} would update nothing, because the first step "

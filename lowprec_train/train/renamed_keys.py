@@ -69,7 +69,8 @@ def in_tree(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
     """Yield the renamings of a configuration's keys and values."""
     for key, value in tree.items():
         name = f"{above}{key}"
-        if change := renaming(name, None if isinstance(value, Mapping) else str(value)):
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if change := renaming(name, None if isinstance(value, Mapping) else text):
             yield change
         elif isinstance(value, Mapping):
             yield from in_tree(value, f"{name}.")

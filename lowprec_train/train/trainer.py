@@ -180,9 +180,8 @@ class Trainer:
                 return "preempted"
         consensus.close()
         loss = self._last_loss or self.evaluate()["valid/loss"]
-        clips = self._in_backward is not None and bool(self.options.max_grad_norm)
-        updates = self.options.steps - clips  # clipped in the backward pass, the first step only measures norms
-        self._skips.judge(updates, self.options.max_nonfinite_steps, loss)
+        measured = self._in_backward is not None and bool(self.options.max_grad_norm)  # in the first step
+        self._skips.judge(self.options.steps, self.options.max_nonfinite_steps, loss, measured=int(measured))
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:

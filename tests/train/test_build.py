@@ -67,6 +67,7 @@ def test_layout_needs_no_memory():
         (f"+{LATE}={{at: 0.5, policy: {BF16}}}",),
         (f"+{LATE}.at=0.5", f"+{LATE}.policy={BF16}"),
         (f"+{LATE}={{at: 0.5, policy: {BF16}}}", f"{LATE}.forward_only=false"),
+        (f"+{LATE}={{at: 0.5, policy: {BF16}, forward_only: 0}}",),
     ],
 )
 def test_a_phase_is_the_same_however_it_is_added(added):
@@ -92,6 +93,7 @@ def test_a_phase_is_the_same_however_it_is_added(added):
         (f"{{at: noon, policy: {BF16}}}", ".at: Value 'noon' of type 'str' could not be converted to Float"),
         (f"{{policy: {BF16}}}", f".at must be given: {LATE}.at=..."),
         ("{at: 0.5}", f".policy must be given: {LATE}.policy=..."),
+        (f"{{at: 0.5, policy: {BF16}, forward_only: 3}}", ".forward_only=3: 3 is neither true nor false"),
         ("{att: 2}", ".att=2: there is no such key; there are at, forward_only, policy, saved_activations"),
         (f"{{at: '${{banana}}', policy: {BF16}}}", ".at: Interpolation key 'banana' not found"),
         ("5", "=5 must be a mapping with at, forward_only, policy, saved_activations"),

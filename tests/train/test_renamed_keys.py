@@ -32,7 +32,7 @@ OLD = {  # a setting -> what it is called now
     "precision.override.keep=CODES": "precision.override.saved_input=CODES",
     "precision.override.fprop.b.span=14": "precision.override.fprop.b.exponent_span=14",
     "precision.schedule.late.override.dgrad.a.span=14": "precision.schedule.late.override.dgrad.a.exponent_span=14",
-    "precision.schedule.late.override.dgrad.a.stochastic=True": (
+    "precision.schedule.late.override.dgrad.a.stochastic=true": (
         "precision.schedule.late.override.dgrad.a.rounding=stochastic"
     ),
     "model=from/weights": "model=from_checkpoint",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from lowprec_train.config import read_object, read_yaml
+from lowprec_train.tools.forms import FINITE, WHOLE
 from lowprec_train.train.identity import flatten
 
 LOSS = "train/loss"
@@ -127,7 +128,7 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
     if status == "done" and (lost := lost_end(path, metrics[LOSS])):
         status, notes = INCOMPLETE, [*notes, lost]
     entropy = info.get("valid_unigram_entropy")
-    if not isinstance(entropy, int | float | None):
+    if entropy is not None and not FINITE.holds(entropy):
         raise ValueError(f"{path / 'run.json'}: valid_unigram_entropy is {entropy!r}, not a number")
     return Run(
         path=path,
@@ -151,8 +152,8 @@ def lost_end(path: Path, loss: Series) -> str | None:
     path, if DONE has no step.
     """
     done, last = path / "DONE", int(loss.steps[-1])
-    ended = read_object(done).get("step")
-    if not isinstance(ended, int):
+    ended: Any = read_object(done).get("step")
+    if not WHOLE.holds(ended):
         raise ValueError(f"{done}: step is {ended!r}, not a whole number; restore it")
     if last >= ended:  # the last step is always logged
         return None

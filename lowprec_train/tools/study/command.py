@@ -194,12 +194,16 @@ def _report(arguments: argparse.Namespace) -> int:
     from lowprec_train.train.packages import needs_package
 
     needs_package("scipy", extra="study", what="lowprec study report")
-    from lowprec_train.tools.study import figure, measure, page, report, results, stored_results
+    from lowprec_train.tools.study import figure, measure, page, plan, report, results, stored_results
 
     study, planned, out = _planned(arguments)
     folder = out / "report"
-    selected = bool(arguments.arms or arguments.purpose)
-    kept = stored_results.stored_runs(folder / stored_results.FILE, study.name) if selected else {}
+    stored, kept = folder / stored_results.FILE, {}
+    if stored.exists() and (arguments.arms or arguments.purpose):
+        stored_results.read(
+            [stored], plan.runs(study), study.name
+        )  # refuses what is not of this study as it is planned
+        kept = stored_results.stored_runs(stored, study.name)
     found, left = results.read(planned, out, stored_results.read(arguments.results, planned, study.name))
     measured = measure.measure(study, found, left)
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,6 +248,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
         arms = f" of --arms {' '.join(arguments.arms)}" if arguments.arms else ""
         purpose = f" for --purpose {arguments.purpose}" if arguments.purpose else ""
         raise ValueError(f"study {study.name} has no run{arms}{purpose}")
+    plan.check_used(arguments.set, wanted)
     return study, wanted, arguments.out or Path("runs") / "study" / study.name
 
 

@@ -88,13 +88,8 @@ class Study:
         return {seed: block.purpose for block in self.blocks for seed in block.seeds}
 
     def with_overrides(self, overrides: Sequence[str]) -> Study:
-        """Add overrides for all runs. Raises ValueError for a key that the study, an arm or an axis sets itself."""
+        """Add overrides for all runs. Raises ValueError for the seed, the recipe and what the launch decides."""
         _check_overrides("--set", overrides)
-        taken = {key: "the axes of a block set" for block in self.blocks for key in block.axes}
-        taken |= {_key(text): f"arm {arm.name} sets" for arm in self.arms.values() for text in arm.overrides}
-        for text in overrides:
-            if _key(text) in taken:
-                raise ValueError(f"--set {text}: {taken[_key(text)]} {_key(text)}; change it in a copy of the study")
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
@@ -196,7 +191,7 @@ def _check_seeds(study: Study, folder: Path) -> None:
 
 def _check_overrides(place: str, overrides: Sequence[str]) -> None:
     for text in overrides:
-        key = _key(text)
+        key = key_of(text)
         if "=" not in text:
             raise ValueError(f"{place}: {text!r} is no override: expected key=value")
         if key in OWN_KEYS or key.startswith("hydra"):
@@ -205,7 +200,8 @@ def _check_overrides(place: str, overrides: Sequence[str]) -> None:
             raise ValueError(f"{place}: {text!r}: the recipe belongs to an arm")
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
+    """Return the key of an override, without the plus signs or the tilde before it."""
     return override.partition("=")[0].lstrip("+~")
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lowprec_train import config
 from lowprec_train.config import RunConfig, read_yaml
-from lowprec_train.tools.study.definition import Arm, Block, Fork, Study
+from lowprec_train.tools.study.definition import Arm, Block, Fork, Study, key_of
 from lowprec_train.train import build, checks
 from lowprec_train.train.compose import composed
 from lowprec_train.train.identity import differences, flatten
@@ -124,8 +125,18 @@ def written(value: Any) -> str:
 
 def _last(*overrides: str) -> tuple[str, ...]:
     """Drop overrides that a later override of the same key replaces."""
-    kept = {text.partition("=")[0].lstrip("+~"): text for text in overrides}
-    return tuple(text for text in overrides if kept[text.partition("=")[0].lstrip("+~")] == text)
+    kept = {key_of(text): text for text in overrides}
+    return tuple(text for text in overrides if kept[key_of(text)] == text)
+
+
+def check_used(overrides: Sequence[str], planned: Iterable[StudyRun]) -> None:
+    """Raises ValueError if a run replaces one of the overrides that were added for all runs with its own."""
+    for text, run in product(overrides, planned):
+        key, own = key_of(text), run.overrides
+        for other in own[own.index(text) + 1 :] if text in own else own:
+            above = key_of(other)  # a group such as optim leaves its keys to other overrides
+            if key == above or (key.startswith(f"{above}.") and not (config.directory() / above).is_dir()):
+                raise ValueError(f"--set {text}: {run.name} has {other}; change it in a copy of the study")
 
 
 def check(study: Study, planned: Sequence[StudyRun]) -> dict[str, RunConfig]:

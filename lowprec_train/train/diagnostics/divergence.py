@@ -62,11 +62,14 @@ class NothingTrained(RuntimeError):
     `max_nonfinite_steps` were.
     """
 
-    def __init__(self, *, steps: int, skipped: int, in_row: int, loss: float) -> None:
+    def __init__(self, *, steps: int, skipped: int, in_row: int, loss: float, measured: int = 0) -> None:
         what = f"{skipped} of {steps} steps were skipped as not finite"
         so = "the weights are those from before these steps"
         if skipped >= steps:
             what, so = f"all {steps} steps were skipped as not finite", "no weight has moved"
+        elif skipped + measured >= steps:
+            what = f"{measured} of {steps} steps only measured norms, {skipped} were skipped as not finite"
+            so = "no weight has moved"
         elif not math.isfinite(loss):
             so = f"valid/loss is {loss}"
         elif 2 * skipped <= steps:
@@ -100,10 +103,10 @@ class Skips:
         """
         return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
 
-    def judge(self, steps: int, max_nonfinite_steps: int, loss: float) -> None:
-        """Raise NothingTrained at the end of a run that has not trained. steps: of the run, without those that update
-        nothing by design. loss: the last validation loss.
+    def judge(self, steps: int, max_nonfinite_steps: int, loss: float, *, measured: int = 0) -> None:
+        """Raise NothingTrained at the end of a run that has not trained. loss: the last validation loss. measured:
+        number of steps that only measured norms (`optim.in_backward`).
         """
         total, in_row = int(self.total), int(self.in_row)
-        if 2 * total > steps or total == steps or in_row >= max_nonfinite_steps or not math.isfinite(loss):
-            raise NothingTrained(steps=steps, skipped=total, in_row=in_row, loss=loss)
+        if 2 * total > steps or total + measured >= steps or in_row >= max_nonfinite_steps or not math.isfinite(loss):
+            raise NothingTrained(steps=steps, skipped=total, in_row=in_row, loss=loss, measured=measured)

@@ -114,6 +114,7 @@ def test_a_selection_keeps_the_other_stored_runs(parts, tmp_path, capsys):
         ("{", "results.json cannot be read"),
         ('{"study": "other", "runs": {}}', "results.json: not the results of study synthetic, but of 'other'"),
         ('{"study": "synthetic", "runs": 5}', "results.json: runs is 5, not an object"),
+        ('{"study": "synthetic", "runs": {"bf16-s1": 5}}', "results.json: bf16-s1: it is 5, not an object"),
     ],
 )
 def test_a_selection_replaces_no_other_results(whole, tmp_path, capsys, content, says):
@@ -223,6 +224,9 @@ def test_a_report_is_made_of_what_has_no_fault(whole, tmp_path):
             measured = measure.measure(study, found, left)
             assert texts.to_json(measured) and texts.to_markdown(measured, study, figure="x.svg")
     assert faults > 200
+    for place in (("sharpness",), ("rate",), ("facts", "device"), ("rms_spikes",)):
+        damaged.write_text(changed(tree, place, None))
+        assert stored_results.read([damaged], planned, study.name)
 
 
 def test_published_results_have_no_fault():

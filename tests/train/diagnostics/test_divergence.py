@@ -89,10 +89,17 @@ def test_a_run_that_did_not_learn_fails_also_when_it_is_started_again(tmp_path, 
             trainer.fit(sinks=[], checkpointer=checkpointer)
 
 
-def test_a_run_whose_other_steps_only_measured_norms_fails():
-    """Clipped in the backward pass, the first step updates nothing, and the only other one is skipped."""
-    trainer = make_trainer(steps=2, poison=(1,), in_backward=True)
-    with pytest.raises(NothingTrained, match="no weight has moved"):
+@pytest.mark.parametrize(
+    ("steps", "poison", "says"),
+    [
+        (2, (1,), "1 of 2 steps only measured norms, 1 were skipped as not finite"),
+        (2, (0, 1), "all 2 steps were skipped as not finite"),
+    ],
+)
+def test_a_run_whose_other_steps_only_measured_norms_fails(steps, poison, says):
+    """Clipped in the backward pass, the first step updates nothing."""
+    trainer = make_trainer(steps=steps, poison=poison, in_backward=True)
+    with pytest.raises(NothingTrained, match=f"{says}, and no weight has moved"):
         trainer.fit(sinks=[])
 
 
