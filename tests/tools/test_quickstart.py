@@ -111,7 +111,7 @@ def test_an_interrupted_run_stops_and_can_be_continued(demo, capsys, tmp_path):
     status, commands = demo(done=False)
     assert (status, len(commands)) == (130, 1)
     assert "the same command continues it" in capsys.readouterr().err
-    (tmp_path / "runs" / "bf16" / "DONE").touch()
+    (tmp_path / "runs" / "bf16" / "DONE").write_text('{"step": 60}')
     assert demo()[0] == 0
 
 
