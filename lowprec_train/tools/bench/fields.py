@@ -5,38 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowprec_train.tools import forms
-from lowprec_train.tools.forms import FINITE, FLAG, NUMBER, POSITIVE, TEXT, WHOLE, Form, Kind, Listed, Named
+from lowprec_train.tools import json_schema
+from lowprec_train.tools.json_schema import FINITE, FLAG, NUMBER, POSITIVE, TEXT, WHOLE, Kind, Listed, Named, Schema
 
 CATEGORIES = ("parameters", "optimizer states", "gradients", "activations", "transient")  # of `bench.memory`
 
 
 def fault(result: Mapping[str, Any]) -> str:
     """Return what a result of a known benchmark lacks, with its place, e.g. `rows[1] lacks ms`; "" for nothing."""
-    return forms.fault(result, {"environment": {"gpu": TEXT}, **FORMS[result["bench"]]})
+    return json_schema.fault(result, {"environment": {"gpu": TEXT}, **SCHEMAS[result["bench"]]})
 
 
-def _measured(mark: str, **form: Form) -> Callable[[Any], Form]:
-    """Return the form of rows with the key `mark` if they were measured, and with an error if not."""
+def _measured(mark: str, **measured: Schema) -> Callable[[Any], Schema]:
+    """Return the schema of rows with the key `mark` if they were measured, and with an error if not."""
 
-    def of(row: Any) -> Form:
+    def of(row: Any) -> Schema:
         failed = isinstance(row, dict) and mark not in row and "error" in row
-        return {"name": TEXT, "error?": TEXT} if failed else {"name": TEXT, mark: POSITIVE, **form}
+        return {"name": TEXT, "error?": TEXT} if failed else {"name": TEXT, mark: POSITIVE, **measured}
 
     return of
 
 
-def _unless_error(about: dict[str, Any], measured: dict[str, Any]) -> Callable[[Any], Form]:
-    """Return the form of rows that have either an error or measured values."""
+def _unless_error(about: dict[str, Any], measured: dict[str, Any]) -> Callable[[Any], Schema]:
+    """Return the schema of rows that have either an error or measured values."""
 
-    def of(row: Any) -> Form:
+    def of(row: Any) -> Schema:
         failed = isinstance(row, dict) and "error" in row
         return {**about, "error": TEXT} if failed else {**about, **measured}
 
     return of
 
 
-def _profile(profile: Any) -> Form:
+def _profile(profile: Any) -> Schema:
     if isinstance(profile, dict) and profile.get("longest") == []:
         return {"timeline?": Named(TEXT)}
     longest = Listed({"kernel": TEXT, "class": TEXT, "ms": FINITE})
@@ -47,11 +47,11 @@ FINITE_OR_NULL = Kind("a finite number or null", FINITE.holds, null=True)
 ANY = Kind("a value", lambda value: True, null=True)
 SIZES, SHAPE = Named(ANY), Listed(WHOLE)
 
-STEPS: dict[str, Form] = {"sizes": SIZES, "tokens_per_step": FINITE, "profiles": Named(_profile)}
-STEP: dict[str, Form] = {"group": ANY, "tokens_per_s": FINITE, "of_group?": FINITE, "peak_gib?": FINITE}
+STEPS: dict[str, Schema] = {"sizes": SIZES, "tokens_per_step": FINITE, "profiles": Named(_profile)}
+STEP: dict[str, Schema] = {"group": ANY, "tokens_per_s": FINITE, "of_group?": FINITE, "peak_gib?": FINITE}
 STEP |= {"loss": Listed(NUMBER, 1), "attention?": TEXT, "host_ms?": Listed(FINITE, 1), "cpu_ms?": Listed(FINITE, 1)}
 COMMUNICATION = dict.fromkeys(("of_limit?", "exposed_ms?", "idle_ms?", "estimated_gib?", "sent_gb?"), FINITE)
-MEMORY: dict[str, Form] = {
+MEMORY: dict[str, Schema] = {
     **dict.fromkeys(CATEGORIES[:-1], FINITE),
     **dict.fromkeys(("of_baseline", "largest"), FINITE_OR_NULL),
     **dict.fromkeys(("reserved?", "estimated?", "tokens_per_s?"), FINITE),
@@ -60,7 +60,7 @@ MEMORY: dict[str, Form] = {
 KERNEL = {"op": TEXT, "case": TEXT, "shape": SHAPE, "kernel": TEXT}
 EXACT = {"case": TEXT, "k": WHOLE}
 REDUCTION = {"sent": FINITE, "ms": FINITE, "gbs": FINITE, "of_library?": FINITE, "sqnr_db": FINITE_OR_NULL}
-FORMS: dict[str, dict[str, Form]] = {
+SCHEMAS: dict[str, dict[str, Schema]] = {
     "kernels": {
         "copy_gbs": FINITE,
         "rows": Listed(_unless_error(KERNEL, dict.fromkeys(("ms", "gbs", "of_copy"), FINITE))),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from lowprec_train.config import read_object, read_yaml
-from lowprec_train.tools.forms import FINITE, WHOLE
+from lowprec_train.tools.json_schema import FINITE, WHOLE
 from lowprec_train.train.identity import flatten
 
 LOSS = "train/loss"

@@ -24,8 +24,8 @@ from lowprec_train.data.appending import write_whole
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.loader import Batch, Dataset
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.tools import forms
-from lowprec_train.tools.forms import NUMBER, Named
+from lowprec_train.tools import json_schema
+from lowprec_train.tools.json_schema import NUMBER, Named
 from lowprec_train.tools.study import sharpness
 from lowprec_train.train import checks
 from lowprec_train.train.construct import construct
@@ -41,7 +41,7 @@ def read(run: Path) -> dict[str, Any]:
     """
     advice = "remove it to evaluate the run again"
     found = read_object(run / FILE, advice=advice)
-    if wrong := forms.fault(found, {"loss?": Named(NUMBER), "sharpness?": Named(NUMBER)}):
+    if wrong := json_schema.fault(found, {"loss?": Named(NUMBER), "sharpness?": Named(NUMBER)}):
         raise ValueError(f"{run / FILE}: {wrong}; {advice}")
     ended = read_object(run / "DONE")
     return found if found.get("step") == ended.get("step") is not None else {}

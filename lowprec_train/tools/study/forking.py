@@ -19,8 +19,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lowprec_train.config import read_object
-from lowprec_train.tools import forms
-from lowprec_train.tools.forms import TEXT, WHOLE
+from lowprec_train.tools import json_schema
+from lowprec_train.tools.json_schema import TEXT, WHOLE
 from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train.digests import FILE as MANIFEST
 from lowprec_train.train.logging.sinks import read_lines
@@ -82,7 +82,7 @@ def start_state(run: Path) -> dict[str, Any]:
 
 def is_start_state(value: Any) -> bool:
     """Return whether a value has the form of fork.json, or is empty."""
-    return value == {} or not forms.fault(value, {"trunk": TEXT, "step": WHOLE, "checkpoint": TEXT})
+    return value == {} or not json_schema.fault(value, {"trunk": TEXT, "step": WHOLE, "checkpoint": TEXT})
 
 
 def check_start(starts: Mapping[str, Mapping[str, Any]]) -> None:

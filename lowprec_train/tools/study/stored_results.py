@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from lowprec_train.config import read_object
-from lowprec_train.tools import forms
+from lowprec_train.tools import json_schema
 from lowprec_train.tools.compare.report import strict
 from lowprec_train.tools.compare.runs import Series
-from lowprec_train.tools.forms import FINITE, NUMBER, OBJECT, TEXT, WHOLE, Form, Kind, Listed
+from lowprec_train.tools.json_schema import FINITE, NUMBER, OBJECT, TEXT, WHOLE, Kind, Listed, Schema
 from lowprec_train.tools.study import forking
 from lowprec_train.tools.study.plan import StudyRun, saved_form
 from lowprec_train.tools.study.results import Result
@@ -47,7 +47,7 @@ SIZE = Kind("a whole number above 0", lambda value: WHOLE.holds(value) and value
 LOSS = Kind("a number", lambda value: NUMBER.holds(value) or value in NON_FINITE)
 LOSS_OR_NULL = Kind("a number or null", LOSS.holds, null=True)
 RMS_SPIKES = {**dict.fromkeys(("events", "spikes", "preceded"), COUNT), "chance": FINITE}
-FORM: dict[str, Form] = {
+SCHEMA: dict[str, Schema] = {
     "configuration": TEXT,
     **dict.fromkeys(("loss", "weights", "tail", "start"), LOSS),
     **dict.fromkeys(("sharpness", "clipped", "rate"), LOSS_OR_NULL),
@@ -101,7 +101,7 @@ def stored_runs(file: Path, study: str) -> dict[str, Any]:
     content = read_object(file)
     if content.get("study") != study:
         raise ValueError(f"{file}: not the results of study {study}, but of {content.get('study')!r}")
-    if wrong := forms.fault(content, {"runs": OBJECT}):
+    if wrong := json_schema.fault(content, {"runs": OBJECT}):
         raise ValueError(f"{file}: {wrong}")
     return dict(content["runs"])
 
@@ -131,7 +131,7 @@ def read(files: Sequence[Path], planned: Sequence[StudyRun], study: str) -> list
 
 def fault(stored: Any) -> str:
     """Return what is missing or wrong in a stored run, with its place; "" for nothing."""
-    if found := forms.fault(stored, FORM):
+    if found := json_schema.fault(stored, SCHEMA):
         return found
     steps, values = stored["valid"]["steps"], stored["valid"]["values"]
     if len(steps) != len(values):

@@ -1,11 +1,11 @@
 """What the values of a JSON file must be, so that one error names the first that is missing or wrong.
 
-A form is one of
+A schema is one of
 
     Kind             a text, a number, ...
     dict             an object with these keys, and any others; of `key?` the value may be missing or null
-    Listed, Named    a list, or an object with any keys, whose values have one form
-    a function       returns the form of this value
+    Listed, Named    a list, or an object with any keys, whose values have one schema
+    a function       returns the schema of this value
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ class Kind:
 
 @dataclass(frozen=True)
 class Listed:
-    """A list of at least `least` values of one form."""
+    """A list of at least `least` values of one schema."""
 
-    form: Form
+    schema: Schema
     least: int = 0
 
 
 @dataclass(frozen=True)
 class Named:
-    """An object of any keys, with values of one form."""
+    """An object of any keys, with values of one schema."""
 
-    form: Form
-
-
-Form = Kind | Listed | Named | dict[str, Any] | Callable[[Any], Any]
+    schema: Schema
 
 
-def fault(value: Any, form: Form, place: str = "") -> str:
+Schema = Kind | Listed | Named | dict[str, Any] | Callable[[Any], Any]
+
+
+def fault(value: Any, schema: Schema, place: str = "") -> str:
     """Return what is missing or wrong in a value, with its place, e.g. `rows[1] lacks ms`; "" for nothing."""
-    if callable(form):
-        return fault(value, form(value), place)
-    if isinstance(form, Kind):
-        return "" if form.holds(value) or (form.null and value is None) else _wrong(value, form.name, place)
-    if isinstance(form, Listed):
+    if callable(schema):
+        return fault(value, schema(value), place)
+    if isinstance(schema, Kind):
+        return "" if schema.holds(value) or (schema.null and value is None) else _wrong(value, schema.name, place)
+    if isinstance(schema, Listed):
         if not isinstance(value, list):
             return _wrong(value, "a list", place)
-        if len(value) < form.least:
-            return _wrong(value, f"a list of at least {form.least}", place)
-        return next(filter(None, (fault(each, form.form, f"{place}[{at}]") for at, each in enumerate(value))), "")
+        if len(value) < schema.least:
+            return _wrong(value, f"a list of at least {schema.least}", place)
+        return next(filter(None, (fault(each, schema.schema, f"{place}[{at}]") for at, each in enumerate(value))), "")
     if not isinstance(value, dict):
         return _wrong(value, "an object", place)
     inside = f"{place}." if place else ""
-    if isinstance(form, Named):
-        return next(filter(None, (fault(each, form.form, f"{inside}{name}") for name, each in value.items())), "")
-    for key, each in form.items():
+    if isinstance(schema, Named):
+        return next(filter(None, (fault(each, schema.schema, f"{inside}{name}") for name, each in value.items())), "")
+    for key, each in schema.items():
         name = key.removesuffix("?")
         if value.get(name) is None and key.endswith("?"):
             continue
