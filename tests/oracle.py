@@ -315,9 +315,11 @@ def body(x: np.ndarray, quantile: float) -> np.ndarray:
 
 
 def carrier_codes(x: np.ndarray, count: int) -> Rounded:
-    """E2M1 codes of the body at 2^-8 in E4M3, outliers rounded once to E4M3 beside them."""
+    """E2M1 codes of the body at 2^-8 in E4M3, outliers rounded once to E4M3 beside them, the largest not clipped."""
     low, high = clamp_bounds(x, count)
-    base = tile_scales(np.maximum(np.abs(low), np.abs(high)).astype(F64), "E2M1", "FP32")
+    edge, top = np.maximum(np.abs(low), np.abs(high)).astype(F64), np.abs(x).max(axis=1, keepdims=True).astype(F64)
+    base = np.maximum(edge / 6, top / (448 * 256)).astype(F32)
+    base = np.where(top == 0, F32(1), np.maximum(base, F32(2.0**-126)))
     ratio = scaled(x, base).astype(F64)
     inner = to_grid(ratio, "E2M1") / 256
     outlier = (x < low) | (x > high)

@@ -1,20 +1,19 @@
 // outlier_bounds, quantize_carrier, quantize_outliers: values of a row within its (clipped + 1)-th smallest and largest
 // values are rounded to E2M1, values outside are rounded once to E4M3, both in one carrier (ops/reference.py).
 #include "cpu/rows.h"
+#include "numerics/selection.h"
 
 #include <cmath>
 
 namespace lowprec {
 namespace {
 
-constexpr float UP = 0x1p8f, DOWN = 0x1p-8f;  // the carrier is scaled by 2^-8
-
 struct Bounds {
-  float low, high;
+  float low, high, amax;
 };
 
-// Integer keys in the order of the numbers; their complements have the opposite order.
-LOWPREC_CLONES bool keys_of(const float* v, int64_t n, int32_t* keys, int32_t* complements) {
+// Integer keys in the order of the numbers; their complements have the opposite order. Returns the bits of the amax.
+LOWPREC_CLONES uint32_t keys_of(const float* v, int64_t n, int32_t* keys, int32_t* complements) {
   uint32_t most = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int32_t bits = static_cast<int32_t>(float_bits(v[i]));
@@ -22,7 +21,7 @@ LOWPREC_CLONES bool keys_of(const float* v, int64_t n, int32_t* keys, int32_t* c
     complements[i] = ~keys[i];
     most = larger_magnitude(most, v[i]);
   }
-  return most <= INFINITE;
+  return most;
 }
 
 LOWPREC_CLONES int32_t count_from(const int32_t* keys, int64_t n, int32_t low) {
@@ -69,15 +68,17 @@ float value_of(int32_t key) { return bits_float(static_cast<uint32_t>(key ^ ((ke
 // Bounds of a row; NaN if the row has a NaN.
 Bounds bounds_of(const float* v, int64_t n, int64_t clipped, std::vector<int32_t>& spare) {
   spare.resize(2 * n);
-  if (!keys_of(v, n, spare.data(), spare.data() + n)) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u)};
-  return {value_of(~select(spare.data() + n, n, clipped + 1)), value_of(select(spare.data(), n, clipped + 1))};
+  const uint32_t most = keys_of(v, n, spare.data(), spare.data() + n);
+  if (most > INFINITE) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u), bits_float(most)};
+  return {value_of(~select(spare.data() + n, n, clipped + 1)), value_of(select(spare.data(), n, clipped + 1)),
+          bits_float(most)};
 }
 
 LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float scale, uint8_t* codes) {
   for (int64_t i = 0; i < n; ++i) {
     const float x = v[i], scaled = x / scale;
     const bool outside = (x < bounds.low) | (x > bounds.high);
-    const float code = (outside ? scaled : round_nearest<Format::E2M1>(clamp(scaled, 6.0f))) * DOWN;
+    const float code = (outside ? scaled : round_nearest<Format::E2M1>(clamp(scaled, 6.0f))) * CARRIER_SHIFT;
     const bool visible = !is_finite(x) | is_nan(scaled);  // Inf becomes NaN instead of saturating
     codes[i] = encode<Format::E4M3>(visible ? bits_float(0x7fc00000u) : code);
   }
@@ -85,11 +86,9 @@ LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float scale,
 
 // Codes of the row in v; returns its scale.
 float quantize_row(float* v, int64_t n, Bounds bounds, uint8_t* codes) {
-  static const ScaleRule how = scale_rule_of(Format::E2M1, Rule::FP32, 1.0, 0);
-  const uint32_t most = larger(magnitude_bits(bounds.low), magnitude_bits(bounds.high));
-  const TileScale made = tile_scale(magnitude_of(most), how);
-  carrier_row(v, n, bounds, made.scale, codes);
-  return made.scale * UP;
+  const CarrierScale by = carrier_scale(bounds.low, bounds.high, bounds.amax);
+  carrier_row(v, n, bounds, by.scale, codes);
+  return by.of_carrier;
 }
 
 void check_clipped(int64_t columns, int64_t clipped) {
@@ -136,14 +135,16 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bou
   return {codes, scale};
 }
 
-std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, const Tensor& high) {
-  STD_TORCH_CHECK(low.numel() == x.size(0) && high.numel() == x.size(0), "two bounds for each of ", x.size(0),
-                  " rows, not ", low.numel(), " and ", high.numel());
-  const Source lows = source_of(low), highs = source_of(high);
+std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, const Tensor& high, const Tensor& amax) {
+  const int64_t rows = x.size(0);
+  STD_TORCH_CHECK(low.numel() == rows && high.numel() == rows && amax.numel() == rows, "two bounds and an amax for ",
+                  "each of ", rows, " rows, not ", low.numel(), ", ", high.numel(), " and ", amax.numel());
+  const Source lows = source_of(low), highs = source_of(high), largest = source_of(amax);
   return quantize_rows(x, [&](int64_t r, const float*, std::vector<int32_t>&) {
     Bounds bounds;
     load(lows, r, 1, &bounds.low);
     load(highs, r, 1, &bounds.high);
+    load(largest, r, 1, &bounds.amax);
     return bounds;
   });
 }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(warps == 1 ? 64 : 32 * warps)
     }
     return;
   }
-  const CarrierScale by = carrier_scale(of.low, of.high);
+  const CarrierScale by = carrier_scale(of.low, of.high, of.amax);
   if (rank == 0) scale[row] = by.of_carrier;
   uint2* out = reinterpret_cast<uint2*>(codes + row * columns) + rank;
   if (of.finite && carrier_plain(of.low, of.high, by)) {
@@ -81,8 +81,8 @@ constexpr int spare = sizeof(In) == 4 ? 0 : 13;
 
 template <typename In>
 __global__ void __launch_bounds__(32 * ANY_WARPS)
-    bounds_of_any(const In* __restrict__ x, float* __restrict__ low, float* __restrict__ high, int64_t columns,
-                  uint32_t clipped) {
+    bounds_of_any(const In* __restrict__ x, float* __restrict__ low, float* __restrict__ high,
+                  float* __restrict__ amax, int64_t columns, uint32_t clipped) {
   __shared__ uint32_t slots[2 * ANY_WARPS];
   WarpGroup<ANY_WARPS> group(slots);
   const In* values = x + blockIdx.x * columns;
@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(32 * ANY_WARPS)
   });
   top = group.largest(top);
   least = ~group.largest(least);
-  const bool nan = group.largest(size) > INFINITE;
+  size = group.largest(size);
+  const bool nan = size > INFINITE;
   uint2 both = make_uint2(0, 0);
   if (!nan) both = ranks_of_all(group, clipped, top, least, keys);
   if (threadIdx.x != 0) return;
@@ -111,15 +112,17 @@ __global__ void __launch_bounds__(32 * ANY_WARPS)
   };
   low[blockIdx.x] = nan ? bits_float(0x7fc00000u) : value(both.x);
   high[blockIdx.x] = nan ? bits_float(0x7fc00000u) : value(both.y);
+  if (amax != nullptr) amax[blockIdx.x] = bits_float(size);
 }
 
 template <typename In>
 __global__ void __launch_bounds__(256)
     codes_of_rows(const In* __restrict__ x, const float* __restrict__ low, const float* __restrict__ high,
-                  uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t columns, bool whole) {
+                  const float* __restrict__ amax, uint8_t* __restrict__ codes, float* __restrict__ scale,
+                  int64_t columns, bool whole) {
   const int64_t row = blockIdx.x;
   const float from = low[row], to = high[row];
-  const CarrierScale by = carrier_scale(from, to);
+  const CarrierScale by = carrier_scale(from, to, amax[row]);
   if (threadIdx.x == 0) scale[row] = by.of_carrier;
   const In* in = x + row * columns;
   Codes<Format::E4M3> made;
@@ -181,18 +184,19 @@ uint32_t checked_rank(const Tensor& x, int64_t clipped) {
 Tensor row_of_floats(const Tensor& x) { return empty_like_device(x, {x.size(0), 1}, ScalarType::Float); }
 
 template <typename In>
-void launch_bounds_of_any(const Tensor& x, const Tensor& low, const Tensor& high, uint32_t clipped) {
-  bounds_of_any<In><<<x.size(0), 32 * ANY_WARPS, 0, stream_of(x)>>>(data_of<In>(x), mutable_data_of<float>(low),
-                                                                    mutable_data_of<float>(high), x.size(1), clipped);
+void launch_bounds_of_any(const Tensor& x, const Tensor& low, const Tensor& high, float* amax, uint32_t clipped) {
+  bounds_of_any<In><<<x.size(0), 32 * ANY_WARPS, 0, stream_of(x)>>>(
+      data_of<In>(x), mutable_data_of<float>(low), mutable_data_of<float>(high), amax, x.size(1), clipped);
 }
 
 template <typename In>
-void launch_codes(const Tensor& x, const Tensor& low, const Tensor& high, const Tensor& codes, const Tensor& scale) {
+void launch_codes(const Tensor& x, const Tensor& low, const Tensor& high, const Tensor& amax, const Tensor& codes,
+                  const Tensor& scale) {
   const int64_t columns = x.size(1);
   const bool whole = columns % VECTOR == 0 && aligned(x.const_data_ptr(), 16);
-  codes_of_rows<In><<<x.size(0), 256, 0, stream_of(x)>>>(data_of<In>(x), data_of<float>(low), data_of<float>(high),
-                                                         mutable_data_of<uint8_t>(codes),
-                                                         mutable_data_of<float>(scale), columns, whole);
+  codes_of_rows<In><<<x.size(0), 256, 0, stream_of(x)>>>(
+      data_of<In>(x), data_of<float>(low), data_of<float>(high), data_of<float>(amax), mutable_data_of<uint8_t>(codes),
+      mutable_data_of<float>(scale), columns, whole);
 }
 
 std::tuple<Tensor, Tensor> outlier_bounds(const Tensor& given, int64_t clipped) {
@@ -203,20 +207,22 @@ std::tuple<Tensor, Tensor> outlier_bounds(const Tensor& given, int64_t clipped) 
   with_input(x, [&](auto tag) {
     using In = typename decltype(tag)::Type;
     const Outputs to{nullptr, nullptr, mutable_data_of<float>(low), mutable_data_of<float>(high)};
-    if (!launch_held<In>(x, to, rank)) launch_bounds_of_any<In>(x, low, high, rank);
+    if (!launch_held<In>(x, to, rank)) launch_bounds_of_any<In>(x, low, high, nullptr, rank);
   });
   check_launch("outlier_bounds");
   return {low, high};
 }
 
-std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& given, const Tensor& low, const Tensor& high) {
+std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& given, const Tensor& low, const Tensor& high,
+                                            const Tensor& amax) {
   const Tensor x = dense(given);
-  STD_TORCH_CHECK(x.dim() == 2 && low.numel() == x.size(0) && high.numel() == x.size(0), "one bound a row at each end");
+  STD_TORCH_CHECK(x.dim() == 2 && low.numel() == x.size(0) && high.numel() == x.size(0) && amax.numel() == x.size(0),
+                  "one bound a row at each end, and one amax");
   Tensor codes = empty_like_device(x, {x.size(0), x.size(1)}, ScalarType::Float8_e4m3fn);
   Tensor scale = row_of_floats(x);
   if (x.numel() == 0) return {codes, scale};
   with_input(x, [&](auto tag) {
-    launch_codes<typename decltype(tag)::Type>(x, dense(low), dense(high), codes, scale);
+    launch_codes<typename decltype(tag)::Type>(x, dense(low), dense(high), dense(amax), codes, scale);
   });
   check_launch("quantize_carrier");
   return {codes, scale};
@@ -232,9 +238,9 @@ std::tuple<Tensor, Tensor> quantize_outliers(const Tensor& given, int64_t clippe
     using In = typename decltype(tag)::Type;
     const Outputs to{mutable_data_of<uint8_t>(codes), mutable_data_of<float>(scale), nullptr, nullptr};
     if (launch_held<In>(x, to, rank)) return;
-    Tensor low = row_of_floats(x), high = row_of_floats(x);
-    launch_bounds_of_any<In>(x, low, high, rank);
-    launch_codes<In>(x, low, high, codes, scale);
+    Tensor low = row_of_floats(x), high = row_of_floats(x), amax = row_of_floats(x);
+    launch_bounds_of_any<In>(x, low, high, mutable_data_of<float>(amax), rank);
+    launch_codes<In>(x, low, high, amax, codes, scale);
   });
   check_launch("quantize_outliers");
   return {codes, scale};

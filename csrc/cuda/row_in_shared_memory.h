@@ -71,11 +71,14 @@ __device__ __forceinline__ uint32_t beyond(uint32_t w, uint32_t low, uint32_t hi
 }
 
 struct Bounds {
-  float low, high;
+  float low, high, amax;
   bool finite;  // all values of the row are finite
 };
 
-__device__ __forceinline__ Bounds no_bounds() { return {bits_float(0x7fc00000u), bits_float(0x7fc00000u), false}; }
+__device__ __forceinline__ Bounds no_bounds() {
+  const float nan = bits_float(0x7fc00000u);
+  return {nan, nan, nan, false};
+}
 
 // --- rows of 16-bit floats in shared memory --------------------------------------------------------------------------
 
@@ -246,7 +249,8 @@ struct SharedMemoryRow {
       high = both.y;
     }
     const bool finite = (top & 0xffffu) < infinite && top >> 16 < infinite;
-    return {P::low(unordered_half(low)), P::low(unordered_half(high)), finite};
+    const uint32_t most = larger(top & 0xffffu, top >> 16);
+    return {P::low(unordered_half(low)), P::low(unordered_half(high)), P::low(unordered_half(most)), finite};
   }
 };
 

@@ -9,6 +9,7 @@
 // order as integers, and one instruction compares a pair of FP16 numbers.
 #pragma once
 
+#include "numerics/amax.h"
 #include "numerics/scale.h"
 
 #if defined(__CUDACC__)
@@ -87,12 +88,14 @@ struct CarrierScale {
   float of_carrier, scale, inverse;
 };
 
-LOWPREC_HD CarrierScale carrier_scale(float low, float high) {
-  const uint32_t a = magnitude_bits(low), b = magnitude_bits(high);
-  const float amax = bits_float(a > b ? a : b);
-  float scale = divide(amax, 6.0f);
+// amax: of the row; if it is finite, the scale leaves room for it. Magnitudes are compared as bits: NaN is the largest.
+LOWPREC_HD CarrierScale carrier_scale(float low, float high, float amax) {
+  const uint32_t bound = larger(magnitude_bits(low), magnitude_bits(high));
+  const uint32_t reach = is_finite(amax) ? magnitude_bits(amax) : 0;
+  const float of_body = divide(bits_float(bound), 6.0f), of_largest = divide(bits_float(reach), 448.0f * 256.0f);
+  float scale = bits_float(larger(float_bits(of_body), float_bits(of_largest)));
   scale = scale < TINY ? TINY : scale;
-  if (amax == 0.0f) scale = 1.0f;
+  if (larger(bound, reach) == 0) scale = 1.0f;
   return {scale * 256.0f, scale, divide(1.0f, scale)};
 }
 

@@ -202,10 +202,19 @@ def _rotate_fold() -> Cases:
     }
 
 
+def _rare(name: str) -> bool:
+    """Return whether this case of `_outliers` has bounds of 0 or near it."""
+    return name.startswith(("rare", "over a faint body"))
+
+
 def _outliers() -> tuple[dict[str, Tensor], dict[str, int]]:
     x = {"few": values(5, 37), "BF16": values(6, 264).bfloat16(), "ties": values(3, 64).sign(), "spoilt": spoilt(4, 48)}
     x["middles"] = ties("E2M1")[:96].bfloat16()
-    return x, {"few": 1, "BF16": 3, "ties": 5, "spoilt": 2, "middles": 0}
+    numbers, rare = values(6, 72, seed=9), torch.arange(72) % 24 == 5
+    x["rare"], x["over a faint body"] = numbers * rare, torch.where(rare, numbers, numbers * 2.0**-40)
+    x |= {f"{name}, BF16": x[name].bfloat16() for name in ("rare", "over a faint body")}
+    few = dict.fromkeys(filter(_rare, x), 3)
+    return x, {"few": 1, "BF16": 3, "ties": 5, "spoilt": 2, "middles": 0, **few}
 
 
 def _expanded() -> Cases:
@@ -332,7 +341,7 @@ def _dequantize() -> Cases:
 
 def cases(op: str) -> Cases:
     """Return the cases of an op, on the CPU."""
-    e4m3, codes, bounds = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96), library.EAGER
+    e4m3, codes = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96)
     blocks = 2.0 ** (random_bits(torch.tensor(5), None, 6, 3) % 25 - 12).float()
     x, clipped = _outliers()
     every = torch.arange(256, dtype=torch.uint8)
@@ -346,8 +355,11 @@ def cases(op: str) -> Cases:
         "quantize_four_over_six": _four_over_six,
         "quantize_both": _quantize_both,
         "quantize_outliers": lambda: {name: (x[name], n) for name, n in clipped.items()},
-        "quantize_carrier": lambda: {n: (x[n], *bounds["outlier_bounds"](x[n], c)) for n, c in clipped.items()},
-        "outlier_bounds": lambda: {name: (x[name], n) for name, n in clipped.items()},
+        "quantize_carrier": lambda: {
+            n: (x[n], *reference.outlier_bounds(x[n], c), reference.amax(x[n], (1, -1))) for n, c in clipped.items()
+        },
+        # A bound of 0 has either sign, and signs are compared here.
+        "outlier_bounds": lambda: {name: (x[name], n) for name, n in clipped.items() if not _rare(name)},
         **dict.fromkeys(("dequantize", "dequantize_bf16"), _dequantize),
         "block_scaled_mm": block_scaled_cases.cases,
         "bf16_mm": _bf16_mm,

@@ -35,8 +35,9 @@ def quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headr
 
 
 def quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
-    """Return carrier codes and scale of x [m, k], with bounds from its rows."""
-    return reference.quantize_carrier(x, *reference.outlier_bounds(x, clipped))
+    """Return carrier codes and scale of x [m, k], with bounds and amax from its rows."""
+    amax = x.abs().amax(dim=1, keepdim=True).float()
+    return reference.quantize_carrier(x, *reference.outlier_bounds(x, clipped), amax)
 
 
 def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:

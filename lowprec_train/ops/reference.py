@@ -26,7 +26,7 @@ VALUES = {dtype: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).
 TINY = 2.0**-126  # the smallest normal FP32: a scale below it has no finite reciprocal
 FOLD_TOP = {"E4M3": 6, "E5M2": 13}  # exponent of a row's largest block in a carrier: 6 * 2**top fits
 FOLD_SPAN = {"E4M3": 14, "E5M2": 28}  # binades below it in which E2M1 codes are exact carrier values
-CARRIER_SHIFT = 8  # outlier carriers are scaled by 2**-8: E2M1 codes are exact, outliers up to 19,000 clamps fit
+CARRIER_SHIFT = 8  # outlier carriers are scaled by 2**-8, the smallest scale at which E2M1 codes are exact
 
 
 def divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
@@ -196,12 +196,21 @@ def outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
     return torch.where(nan, torch.nan, low.float()), torch.where(nan, torch.nan, high.float())
 
 
-def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
+def carrier_scale(low: Tensor, high: Tensor, amax: Tensor) -> Tensor:
+    """Return the scale of E2M1 codes of values within the bounds, larger if the row's largest outlier would saturate:
+    if both bounds are 0, it is the outliers' alone. An amax that is not finite changes nothing.
+    """
+    bound, reach = torch.maximum(low.abs(), high.abs()), torch.where(amax.isfinite(), amax, 0.0)
+    scale = torch.maximum(divide(bound, E2M1.max), divide(reach, E4M3.max * 2.0**CARRIER_SHIFT))
+    return torch.where(torch.maximum(bound, reach) == 0, 1.0, scale.clamp_min(TINY))
+
+
+def quantize_carrier(x, low, high, amax):  # type: ignore[no-untyped-def]
     """Return E4M3 carriers and scales per row: E2M1 codes of values within the bounds, outliers rounded once to E4M3,
-    both scaled by 2**-8.
+    both scaled by 2**-8. amax [m, 1]: the largest magnitude of each row, of which x may be a part.
     """
     x = x.float()
-    scale, _ = tile_scale(torch.maximum(low.abs(), high.abs()), E2M1, "FP32", 1.0, 0)
+    scale = carrier_scale(low, high, amax)
     v = divide(x, scale)
     body = round_to(v.clamp(-6.0, 6.0), E2M1)
     shift = 2.0**-CARRIER_SHIFT

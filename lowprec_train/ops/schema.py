@@ -49,7 +49,7 @@ SCHEMAS = {
         " str scale_rule, float headroom) -> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
     ),
     "quantize_outliers": "(Tensor x, int clipped) -> (Tensor codes, Tensor scale)",
-    "quantize_carrier": "(Tensor x, Tensor low, Tensor high) -> (Tensor codes, Tensor scale)",
+    "quantize_carrier": "(Tensor x, Tensor low, Tensor high, Tensor amax) -> (Tensor codes, Tensor scale)",
     "outlier_bounds": "(Tensor x, int clipped) -> (Tensor low, Tensor high)",
     "dequantize": "(Tensor codes, Tensor scale) -> Tensor",
     "dequantize_bf16": "(Tensor codes, Tensor scale) -> Tensor",

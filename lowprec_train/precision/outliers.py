@@ -57,11 +57,14 @@ class OutlierClamp:
 
     def bounds(self, x: Tensor, split: Split | None = None) -> tuple[Tensor, Tensor]:
         """Return the clamp limits (low, high) of each row of x [m, k], FP32 [m, 1]. split: if x is a shard of rows."""
+        return torch.ops.lowprec.outlier_bounds(*self._candidates(x, split))
+
+    def _candidates(self, x: Tensor, split: Split | None) -> tuple[Tensor, int]:
+        """Return values that have the clamp limits and the amax of whole rows, and how many the limits clip."""
         if split is None:
-            return torch.ops.lowprec.outlier_bounds(x, self.clipped(x.shape[1]))
+            return x, self.clipped(x.shape[1])
         clipped = self.clipped(split.whole)
-        candidates = split.group.all_gather(_extremes(x, clipped + 1), 1)
-        return torch.ops.lowprec.outlier_bounds(candidates, clipped)
+        return split.group.all_gather(_extremes(x, clipped + 1), 1), clipped
 
     def __call__(
         self,
@@ -76,12 +79,13 @@ class OutlierClamp:
         In the variant "carrier" the codes include the outliers, and the residual is None. split: if the columns of x
         are sharded.
         """
-        carrier, clipped = self.variant == "carrier", self.clipped(x.shape[1] if split is None else split.whole)
-        if carrier and split is None:
+        candidates, clipped = self._candidates(x, split)
+        if self.variant == "carrier" and split is None:
             return Quantized(*torch.ops.lowprec.quantize_outliers(x, clipped)), None
-        low, high = self.bounds(x, split)
-        if carrier:
-            return Quantized(*torch.ops.lowprec.quantize_carrier(x, low, high)), None
+        low, high = torch.ops.lowprec.outlier_bounds(candidates, clipped)
+        if self.variant == "carrier":
+            amax = torch.ops.lowprec.amax(candidates, (1, -1))
+            return Quantized(*torch.ops.lowprec.quantize_carrier(x, low, high, amax)), None
         x = x.float()
         body = torch.minimum(torch.maximum(x, low), high)
         shared = None if split is None else split.shared(Gemms.FPROP, Operand.A)

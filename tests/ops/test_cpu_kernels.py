@@ -179,7 +179,22 @@ def test_outliers(clipped, dtype):
         check("outlier_bounds", x, clipped, signs=False)  # which of two zeros a selection finds is open
         check("quantize_outliers", x, clipped)
         low, high = reference.outlier_bounds(x, 2)
-        check("quantize_carrier", x, low, high)
+        check("quantize_carrier", x, low, high, reference.amax(x, (1, -1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("body", [0.0, 2.0**-40])
+def test_outliers_that_set_the_scale(body, dtype):
+    """Rows of zeros, or of faint numbers, but for three values: magnitudes over 40 binades, NaN, infinity, zeros."""
+    x = matrix("heavy", *SHAPE) * 2.0 ** torch.arange(-20, 13)[:, None]
+    x[3, 5], x[4, 37], x[5, 69], x[6] = torch.nan, torch.inf, -torch.inf, 0.0
+    x = torch.where(torch.arange(SHAPE[1]) % 32 == 5, x, x * body).to(dtype)
+    amax = reference.amax(x, (1, -1))
+    for clipped in (2, 3, 47):
+        check("quantize_outliers", x, clipped)
+        check("quantize_carrier", x, *reference.outlier_bounds(x, clipped), amax)
+    for given in (0.0, 1.0, 3e38, torch.inf, torch.nan):  # the amax of more than x, or of less
+        check("quantize_carrier", x, *reference.outlier_bounds(x, 3), torch.full_like(amax, given))
 
 
 @pytest.mark.parametrize("carrier", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bfloat16, torch.float16])
@@ -339,8 +354,8 @@ def test_scales_of_other_matrices_are_refused():
             ops.dequantize(codes, scale)
         with pytest.raises(RuntimeError, match="do not fit a matrix"):
             ops.dge(x, x, scale, 5.0, 3.0)
-    with pytest.raises(RuntimeError, match="two bounds for each of 6 rows"):
-        ops.quantize_carrier(x, torch.zeros(2, 1), torch.ones(2, 1))
+    with pytest.raises(RuntimeError, match="two bounds and an amax for each of 6 rows"):
+        ops.quantize_carrier(x, torch.zeros(2, 1), torch.ones(2, 1), torch.ones(2, 1))
     with pytest.raises(RuntimeError, match="one number, not 0"):
         ops.quantize_eden(x, torch.ones(0, 1), None, 0, SEED, None)
     with pytest.raises(RuntimeError, match="no largest block"):

@@ -40,10 +40,19 @@ def holed(x: Tensor) -> Tensor:
     return x
 
 
+def rare(x: Tensor, body: float = 0.0) -> Tensor:
+    """Three or four values a row; the others are multiplied by `body`."""
+    kept = torch.arange(x.shape[1]) % max(1, x.shape[1] // 3) == 0
+    return torch.where(kept, x * torch.exp2(10 * x.flip(1)), x * body)
+
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "outlying": outlying,
     "holed": holed,
+    "rare": rare,
+    "rare over a faint body": lambda x: rare(x, 2.0**-40),
+    "rare and holed": lambda x: holed(rare(x)),
     "zeros": torch.zeros_like,
     "constant": lambda x: torch.full_like(x, -3.0),
     "few": lambda x: x.round().clamp(-2, 2),
@@ -87,7 +96,7 @@ def check_outliers(x: Tensor, clipped: int) -> None:
     for got, want in zip(on_cuda("outlier_bounds", x, clipped), (low, high), strict=True):
         nan = want.isnan()
         assert torch.equal(got.isnan(), nan) and torch.equal(got[~nan], want[~nan])  # as floats: zeros have no order
-    check("quantize_carrier", reference.quantize_carrier, x, low, high)
+    check("quantize_carrier", reference.quantize_carrier, x, low, high, reference.amax(x, (1, -1)))
     check("quantize_outliers", pairs.quantize_outliers, x, clipped)
 
 
@@ -108,7 +117,7 @@ def test_outliers_of_every_kind(dtype, kind):
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outliers_of_every_width(dtype, columns):
-    for kind in ("normal", "outlying", "holed", "rectified"):
+    for kind in ("normal", "outlying", "holed", "rectified", "rare", "rare over a faint body"):
         for rows in (1, 6):
             x = KINDS[kind](drawn(rows, columns)).to(dtype)
             for clipped in clips(columns)[::2] if columns > 8192 else clips(columns):
@@ -125,10 +134,13 @@ def test_outliers_of_rows_that_are_not_aligned(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_given_bounds(dtype):
-    """Bounds that no selection makes: crossed, zero, infinite, NaN."""
+    """Bounds that no selection makes: crossed, zero, infinite, NaN. An amax of 0, NaN, infinite, of a part, of more."""
     x = holed(outlying(drawn(6, 264))).to(dtype)
+    amax = torch.tensor([0.0, torch.nan, torch.inf, 1.0, 1e6, 3e38])[:, None]
     for low, high in ((-1.0, 1.0), (0.0, 0.0), (1.0, -1.0), (-torch.inf, torch.inf), (torch.nan, 1.0), (-1e38, 1e-40)):
-        check("quantize_carrier", reference.quantize_carrier, x, torch.full((6, 1), low), torch.full((6, 1), high))
+        bounds = torch.full((6, 1), low), torch.full((6, 1), high)
+        check("quantize_carrier", reference.quantize_carrier, x, *bounds, amax)
+        check("quantize_carrier", reference.quantize_carrier, x, *bounds, amax.flip(0))
 
 
 def test_outliers_of_every_bit_pattern():

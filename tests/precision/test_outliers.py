@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.formats import E2M1, E4M3
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.precision.outliers import OutlierClamp, Residual
 from tests import oracle
@@ -53,10 +53,8 @@ def test_carrier_codes_are_the_oracles(quantile, name):
     q, residual = clamp(x, quantile, "carrier")
     want = oracle.carrier_codes(x, oracle.clipped(quantile, 200))
     assert residual is None and q.codes.dtype == torch.float8_e4m3fn and q.scale.shape == (16, 1)
-    body = oracle.body(x, quantile)
-    occupied = np.abs(body).max(1) > 0
-    assert np.array_equal(q.codes.view(torch.uint8).numpy()[occupied], oracle.encode(want.values, "E4M3")[occupied])
-    assert np.array_equal(q.scale.numpy()[occupied], want.scale[occupied])
+    assert np.array_equal(q.codes.view(torch.uint8).numpy(), oracle.encode(want.values, "E4M3"))
+    assert np.array_equal(q.scale.numpy(), want.scale)
 
 
 @pytest.mark.parametrize("quantile", [0.99, 0.9])
@@ -134,6 +132,41 @@ def test_the_carrier_has_head_room(ratio):
     back = q.dequantize().double().numpy()
     assert (np.abs(back[:, [17, 90]] / x[:, [17, 90]] - 1) <= 2.0**-4).all()
     assert (q.codes.float().abs() < 448).all() or ratio > 15_000
+
+
+def test_a_larger_outlier_raises_the_scale():
+    """By hand: bounds of 6 and -6. 2^18 is 43,690 times as much, so s0 is 2^18 / (448 * 2^8) = 2.286 instead of 1, and
+    s is 2^18 / 448. Codes are 448, -112 and, from 6 / s0 = 2.625, which rounds to 3, six of E4M3's smallest steps.
+    """
+    x = torch.zeros(1, 32)
+    x[0, 10:14], x[0, 3], x[0, 20] = torch.tensor([6.0, -6.0, 6.0, -6.0]), 2.0**18, -(2.0**16)
+    q, _ = clamp(x, 0.96, "carrier")  # one on each side
+    want = torch.zeros(1, 32)
+    want[0, 10:14], want[0, 3], want[0, 20] = torch.tensor([1.0, -1.0, 1.0, -1.0]) * 3 * 2.0**-8, 448.0, -112.0
+    assert torch.equal(q.codes.float(), want) and q.scale.item() == np.float32(2.0**18 / 448)
+
+
+def test_outliers_over_zeros_have_a_scale_of_their_own():
+    """By hand: the largest magnitude is 448 / 16, so s is 1 / 16 and codes are 16 x in E4M3, whose steps are 32 from
+    256, 2 from 16, 1/8 from 1 and 2^-9 below 2^-6. In a second row all of it is 2^-40 times as large.
+    """
+    x, codes = torch.zeros(1, 200), torch.zeros(1, 200)
+    values = torch.tensor([-28.0, 17.1, 1.0, 1.1, -0.08, 2.0**-11, 2.0**-13, 2.0**-14])
+    rounded = torch.tensor([-448.0, 288.0, 16.0, 18.0, -1.25, 2.0**-7, 2.0**-9, 0.0])  # the last is a tie
+    x[0, 11::24], codes[0, 11::24] = values, rounded
+    q, _ = clamp(torch.cat([x, x * 2.0**-40]), 0.96, "carrier")  # eight on each side
+    assert torch.equal(q.codes.float(), codes.expand(2, -1)) and q.scale.tolist() == [[2.0**-4], [2.0**-44]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_outliers_over_zeros_are_those_of_e4m3_in_rows(dtype):
+    """Without a body a row has the bits of the FP8 quantiser: no value is worse off than there."""
+    x = torch.from_numpy(heavy(64, 200)).clamp(-6e4, 6e4) * (torch.arange(200) % 25 == 3)
+    x = (x * 2.0 ** torch.arange(-12, 4).repeat(4)[:, None]).clamp(-6e4, 6e4).to(dtype)
+    q, _ = clamp(x, 0.96, "carrier")
+    plain = Quantizer(E4M3, (1, -1))(x)
+    assert torch.equal(q.scale, plain.scale)
+    assert torch.equal(q.codes.view(torch.uint8), plain.codes.view(torch.uint8))
 
 
 def test_rows_of_zeros():

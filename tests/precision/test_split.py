@@ -180,9 +180,14 @@ OUTLIERS = [(0.99, "carrier"), (0.6, "carrier"), (0.6, "residual"), (0.999, "res
 @pytest.mark.parametrize("spoilt", [False, True])
 @pytest.mark.parametrize("quantile, variant", OUTLIERS)
 def test_quantiles_are_those_of_whole_rows(quantile, variant, spoilt):
-    """More outliers than a part has columns, ties at the bound, outliers on one rank alone, NaN and infinity."""
+    """More outliers than a part has columns, ties at the bound, outliers on one rank alone, NaN and infinity. Rows of
+    zeros or faint numbers but for some on two ranks, and a row of zeros.
+    """
     x, w, dy = make(heavy_tails, "BF16", (16, 64, 16))
     x[0], x[1, :16], x[2] = np.repeat([1.0, -1.0], 32), 1e3, np.round(x[2])
+    x[8:10, 3:40], x[8:10, 42:], x[10] = 0.0, 0.0, 0.0
+    x[11, 1:50] *= 2.0**-40
+    x[11, 53:] *= 2.0**-40
     if spoilt:
         x[5, 3], x[6, 60], x[7, 20:30] = np.nan, np.inf, np.nan
     recipe = override(RECIPES["fp4"], {"fprop": {"outliers": {"quantile": quantile, "variant": variant}}})

@@ -72,7 +72,7 @@ def _packed(m: int, k: int, device: torch.device) -> Inputs:
 def _bounded(m: int, k: int, device: torch.device) -> Inputs:
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     limit = torch.full((m, 1), 2.3, device=device)  # of a normal distribution, about 1 % on each side
-    return x, -limit, limit
+    return x, -limit, limit, x.abs().amax(1, keepdim=True).float()
 
 
 def _gradient(m: int, k: int, device: torch.device) -> Inputs:

@@ -83,7 +83,7 @@ def tally_operand(
     """Return the tally of an operand x [m, k], or of this rank's shard of it, and of `rounded`, the quantiser's result
     for it. split: if its columns are sharded and `clamp` needs the quantiles of whole rows; collective over its group.
 
-    With a clamp, `carrier` codes are compared with x, outliers included, and saturate at E4M3's maximum. Codes of the
+    With a clamp, `carrier` codes are compared with x, outliers included; their maximum is E4M3's. Codes of the
     `residual` variant are compared with the clamped body, because the outliers are stored elsewhere.
     """
     x = x.float()
@@ -93,7 +93,7 @@ def tally_operand(
     got, tile = dequantize(rounded.codes, rounded.scale), _tile(rounded)
     largest = rounded.scale * ((E4M3 if carrier else quantizer.format).max * ROUNDING_OF_SCALES)
     sums, amax = _errors(x, wanted, got, wanted.abs() > spread(largest, x.shape, tile))
-    tiles = tile_amax(body, tile)
+    tiles = tile_amax(wanted, tile)
     sums |= {
         "outliers": _missing(x) if clamp is None else _count(outliers),
         "clamped_blocks": _clamped_blocks(tiles, rounded, quantizer),
