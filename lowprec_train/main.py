@@ -229,6 +229,8 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         if first and (mismatch := other_tokenizer(first, corpus.tokenizer)):
             log.warning("warning: %s", mismatch)
         fill = fill_from(first, distribution.fill) if first else None
+        if repeated := overview.repeated_validation(plain, corpus.valid.tokens):
+            log.warning("warning: %s", repeated)
         trainer = build.trainer(options, layout, plans, corpus, distribution, device, compiled=compiled, fill=fill)
         facts["gathered"] = trainer.data_parallel.all_gather_formats()
         checkpointer = build.checkpointer(options, directory.path)

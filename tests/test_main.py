@@ -192,6 +192,10 @@ def test_recipes_are_explained(launch, argument, says):
     ("arguments", "message"),
     [
         (["stepz=3"], "Could not override 'stepz'"),
+        (
+            ["optim.rule={a:1}"],
+            "optim.rule={a:1}: optim.rule takes its keys one by one, with a plus sign: +optim.rule.KEY",
+        ),
         (["model.width=3"], "Could not override 'model.width'"),
         (["data.seqlen=3"], "Could not override 'data.seqlen'"),
         (["+stepz=3"], "Could not add 'stepz': there is no such key; did you mean steps?"),

@@ -44,6 +44,8 @@ class Warmup:
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
+        if type(self) is Warmup:
+            raise ValueError("Warmup has no decay: choose WarmupLinear, WarmupCosine or WarmupStableDecay")
         if not 0 < self.peak < math.inf:
             raise ValueError(f"peak learning rate (optim.lr) must be a positive number, got {self.peak}")
         if self.steps < 1:

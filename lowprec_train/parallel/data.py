@@ -30,6 +30,7 @@ from lowprec_train.comm.fsdp_units import fsdp_units
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.nodes import Links
+from lowprec_train.group import sum_in_order
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.parallel.fsdp_parameters import (
@@ -251,8 +252,17 @@ class DataParallel:
 
     @torch.no_grad()
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of a value over the ranks that see different data, in FP32, with the same bits on each."""
-        return _in_rank_order(value.float().flatten(), self._mesh.dp_group).view_as(value)
+        """Return the sum of a value over the ranks that see different data, in rank order, with the same bits on each:
+        in FP64 if it is FP64, otherwise in FP32.
+        """
+        add = _in_rank_order_fp64 if value.dtype == torch.float64 else _in_rank_order
+        return add(value.flatten(), self._mesh.dp_group).view_as(value)
+
+    def anywhere(self, flags: Tensor) -> Tensor:
+        """Return which flags are set on any process, bool."""
+        found = flags.to(torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found > 0
 
 
 class SingleProcess:
@@ -302,6 +312,9 @@ class SingleProcess:
     def total(self, value: Tensor) -> Tensor:
         return value
 
+    def anywhere(self, flags: Tensor) -> Tensor:
+        return flags
+
 
 DataParallelContext = SingleProcess | DataParallel
 """The processes that share a training step. The trainer calls the same methods in every layout, on all processes in the
@@ -309,8 +322,16 @@ same order.
 """
 
 
+def _in_rank_order_fp64(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return flat
+    parts = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(parts, flat, group=group)
+    return sum_in_order(parts.split(flat.numel()))
+
+
 def _in_rank_order(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    return all_reduce(flat, group, BlockScaledCodec(FP32), FlatLayout.plain(flat.numel())).total
+    return all_reduce(flat.float(), group, BlockScaledCodec(FP32), FlatLayout.plain(flat.numel())).total
 
 
 def units(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -52,6 +52,7 @@ __all__ = ["CheckpointError", "Checkpointer", "ModelState", "OptimizerState"]
 log = logging.getLogger(__name__)
 
 Parts = Mapping[str, Stateful]
+METRICS = frozenset({"sampling.sqnr_db"})  # infinite if no gradient was rounded, NaN if one was not finite
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -136,7 +137,7 @@ class Checkpointer:
         """
         self.finish()
         flat = _flatten(state)
-        if only_finite and (bad := finite.found_anywhere(flat, self._group)):
+        if only_finite and (bad := self._not_finite(flat)):
             raise CheckpointError(self._complaint(step, ValueError(f"NaN or infinity in {finite.summary(bad)}")))
         if self._executor is None:
             self._write(flat, step)
@@ -211,12 +212,16 @@ class Checkpointer:
             dcp.load(flat, storage_reader=reader, process_group=self._group, no_dist=not dist.is_initialized())
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"cannot read checkpoint {path}: {_cause(error)}") from error
-        if bad := finite.found_anywhere(flat, self._group):
+        if bad := self._not_finite(flat):
             raise CheckpointError(f"checkpoint {path} holds NaN or infinity: {finite.summary(bad)}")
         for name in names:
             state[name].load_state_dict(
                 {key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")}
             )
+
+    def _not_finite(self, flat: Mapping[str, Any]) -> finite.Found:
+        """Return the tensors of the state that have NaN or infinity on any rank. Metrics may have them."""
+        return finite.found_anywhere({key: value for key, value in flat.items() if key not in METRICS}, self._group)
 
     def _settle(self, step: int, wrong: str, damaged: Mapping[int, CheckpointError]) -> None:
         """Log that `step` was loaded in place of other checkpoints, and make `latest` name it."""

@@ -80,6 +80,7 @@ NODES: dict[str, Range] = {  # checked if a node has the key with a value other 
     "data.seed": Range(-(1 << 63), (1 << 63) - 1, whole=True),
     "data.valid_fraction": Range(0, 1, above=True, below=True),
     "comm.block": Range(1, 1 << 30, whole=True),
+    "comm.node_size": WHOLE,
     "logger.console.every": WHOLE,
     "optim.schedule.peak": Range(0, 1e30, above=True),
     "optim.schedule.steps": WHOLE,

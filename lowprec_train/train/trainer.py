@@ -231,7 +231,7 @@ class Trainer:
         for micro in batch.micro:
             total += self.loss(self._on_device(micro, EVALUATION_STEP), one).double()
         self.model.train()
-        targets = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
+        targets = self.data_parallel.total(self._to_device(batch.targets.double())).clamp(min=1.0)
         return {"valid/loss": float(self.data_parallel.total(total)) / float(targets)}
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
@@ -380,7 +380,7 @@ class Trainer:
         except CheckpointError as failure:
             unsaved = str(failure)
         names = [name for name, _ in self.model.named_parameters()]
-        bad = self._skips.gradients(names, self.data_parallel.total)
+        bad = self._skips.gradients(names, self.data_parallel.anywhere)
         raise TrainingDiverged(
             step=int(at["step"]),
             skipped=int(at["skipped"]),

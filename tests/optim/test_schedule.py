@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lowprec_train.optim.schedule import WarmupCosine, WarmupLinear, WarmupStableDecay, before_decay
+from lowprec_train.optim.schedule import Warmup, WarmupCosine, WarmupLinear, WarmupStableDecay, before_decay
 
 
 def test_warmup_reaches_the_peak_on_its_last_step():
@@ -91,3 +91,8 @@ def test_where_a_longer_run_can_be_continued_from(schedule, steps):
     for step in steps:
         assert [schedule(i) for i in range(step)] == [longer(i) for i in range(step)]
         assert schedule(step) != longer(step)
+
+
+def test_a_schedule_without_a_decay_is_refused():
+    with pytest.raises(ValueError, match="Warmup has no decay: choose WarmupLinear, WarmupCosine or WarmupStableDecay"):
+        Warmup(peak=1.0, steps=10)

@@ -30,6 +30,7 @@ OF_STATE: tuple[str, ...] = (
 )  # keys that decide what a checkpoint holds
 OF_STATE += ("optim.first_moment.", "optim.second_moment.", "optim.master.")
 KEPT = 1000  # checkpoints of a trunk: all
+TRUNK_KEYS = ("checkpoint_interval", "checkpoint_keep")
 SHOWN = 4  # keys of a configuration that is not the planned one
 
 
@@ -50,6 +51,11 @@ class StudyRun:
     repeat: bool = False
     fork: Fork | None = None
     trunk: str | None = None
+
+    @property
+    def is_trunk(self) -> bool:
+        """Whether other runs fork from this one."""
+        return self.fork is not None and self.trunk is None
 
     @property
     def cell(self) -> str:
@@ -92,7 +98,7 @@ def _of_block(study: Study, block: Block) -> Iterator[StudyRun]:
 def _trunk(run: StudyRun, block: Block) -> StudyRun:
     """Return the run that others fork from. It also trains to the end, as a repeat of its own fork."""
     assert block.fork
-    saves = (f"checkpoint_interval={block.fork.step}", f"checkpoint_keep={KEPT}")
+    saves = (f"{key}={value}" for key, value in zip(TRUNK_KEYS, (block.fork.step, KEPT), strict=True))
     name = run.name.removesuffix(f"-s{run.seed}") + f"-trunk{block.fork.step}-s{run.seed}"
     overrides = _last(*run.overrides, *saves)
     return replace(run, name=name, overrides=overrides, fork=block.fork, repeat=run.arm in block.arms)
@@ -130,11 +136,16 @@ def _last(*overrides: str) -> tuple[str, ...]:
 
 
 def check_used(overrides: Sequence[str], planned: Iterable[StudyRun]) -> None:
-    """Raises ValueError if a run replaces one of the overrides that were added for all runs with its own."""
-    for text, run in product(overrides, planned):
+    """Raises ValueError if a run replaces one of the overrides that were added for all runs with its own.
+
+    Of overrides of one key the last counts, as for Hydra. How often a trunk saves follows from its forks.
+    """
+    for text, run in product(_last(*overrides), planned):
         key, own = key_of(text), run.overrides
         for other in own[own.index(text) + 1 :] if text in own else own:
             above = key_of(other)  # a group such as optim leaves its keys to other overrides
+            if other in overrides or (run.is_trunk and above in TRUNK_KEYS):
+                continue
             if key == above or (key.startswith(f"{above}.") and not (config.directory() / above).is_dir()):
                 raise ValueError(f"--set {text}: {run.name} has {other}; change it in a copy of the study")
 

@@ -96,12 +96,12 @@ class Skips:
         self.in_row.add_(1).mul_(~taken)
         self._bad = torch.where(taken, self._bad, ~squares.isfinite())
 
-    def gradients(self, names: Sequence[str], total: Callable[[Tensor], Tensor]) -> list[str]:
+    def gradients(self, names: Sequence[str], anywhere: Callable[[Tensor], Tensor]) -> list[str]:
         """Return the parameters whose gradients were not finite on any process in the last skipped step.
 
-        total: sums a tensor over the processes.
+        anywhere: returns which flags are set on any process.
         """
-        return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
+        return [name for name, bad in zip(names, anywhere(self._bad).tolist(), strict=True) if bad]
 
     def judge(self, steps: int, max_nonfinite_steps: int, loss: float, *, measured: int = 0) -> None:
         """Raise NothingTrained at the end of a run that has not trained. loss: the last validation loss. measured:

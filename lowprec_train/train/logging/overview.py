@@ -35,6 +35,17 @@ def data(facts: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     )
 
 
+def repeated_validation(plain: Mapping[str, Any], tokens: int) -> str:
+    """Return a warning if an evaluation reads more than the held-out `tokens`; else ""."""
+    read = plain["eval_batches"] * plain["micro_batch"] * plain["data"]["seq_len"]
+    if read <= tokens:
+        return ""
+    return (
+        f"an evaluation reads eval_batches={plain['eval_batches']} of {plain['micro_batch']} sequences, "
+        f"{read:,} tokens, but {tokens:,} are held out: some are counted more than once"
+    )
+
+
 def verbose(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any]) -> list[str]:
     """Return the whole configuration, every layer's GEMMs and every kernel."""
     lines = [OmegaConf.to_yaml(OmegaConf.create(dict(plain)))]
