@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -218,19 +218,17 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         facts["processes"] = dataclasses.asdict(distribution.sizes)
         first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
         facts |= build.begun_with(first, directory.saved)
-        announce(plain, linears, facts, job.choice, directory.path)
-        for line in report.lines:
-            log.warning("warning: %s", line)
+        announce(plain, linears, facts, job.choice, directory.path, report.lines)
 
         corpus = launch.after_first(lambda: build.corpus(options))
         checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
         if options.name is None and not directory.resumed and job.resume is Resume.auto:
             launch.first(lambda: identity.refuse_twin(job.root, name, plain, corpus.hash))
-        if first and (mismatch := other_tokenizer(first, corpus.tokenizer)):
-            log.warning("warning: %s", mismatch)
+        repeated = overview.repeated_validation(plain, corpus.valid.tokens)
+        mismatch = other_tokenizer(first, corpus.tokenizer) if first else ""
+        for line in filter(None, (mismatch, repeated)):
+            log.warning("warning: %s", line)
         fill = fill_from(first, distribution.fill) if first else None
-        if repeated := overview.repeated_validation(plain, corpus.valid.tokens):
-            log.warning("warning: %s", repeated)
         trainer = build.trainer(options, layout, plans, corpus, distribution, device, compiled=compiled, fill=fill)
         facts["gathered"] = trainer.data_parallel.all_gather_formats()
         checkpointer = build.checkpointer(options, directory.path)
@@ -270,9 +268,14 @@ def divergence_marked(directory: RunDirectory, trainer: Trainer) -> Iterator[Non
 
 
 def announce(
-    plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, Any], choice: Choice, directory: Path
+    plain: dict[str, Any],
+    linears: dict[str, Any],
+    facts: dict[str, Any],
+    choice: Choice,
+    directory: Path,
+    warnings: Sequence[str],
 ) -> None:
-    """Log what runs, the most important line first."""
+    """Log what runs, the most important line first, and the warnings of the linter."""
     for line in overview.short(plain, linears, facts, str(directory)):
         log.info("%s", line)
     if choice.undone:
@@ -285,6 +288,8 @@ def announce(
         )
     for line in overview.verbose(plain, linears, facts) if plain["verbose"] else ():
         log.info("%s", line)
+    for line in warnings:
+        log.warning("warning: %s", line)
 
 
 def refuse_sweep_of_many() -> None:

@@ -95,8 +95,8 @@ def test_an_evaluation_of_more_text_than_there_is_warns():
     assert overview.repeated_validation(plain, 8 * 2 * 64) == ""
     told = overview.repeated_validation(plain, 1000)
     assert told == (
-        "an evaluation reads eval_batches=8 of 2 sequences, 1,024 tokens, but 1,000 are held out: some are counted more "
-        "than once"
+        "an evaluation reads eval_batches=8 of 2 sequences, 1,024 tokens, but 1,000 are held out: some are counted "
+        "more than once"
     )
 
 

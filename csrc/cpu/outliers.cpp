@@ -135,7 +135,8 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bou
   return {codes, scale};
 }
 
-std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, const Tensor& high, const Tensor& amax) {
+std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, const Tensor& high,
+                                            const Tensor& amax) {
   const int64_t rows = x.size(0);
   STD_TORCH_CHECK(low.numel() == rows && high.numel() == rows && amax.numel() == rows, "two bounds and an amax for ",
                   "each of ", rows, " rows, not ", low.numel(), ", ", high.numel(), " and ", amax.numel());

@@ -97,8 +97,6 @@ class TextFiles:
         self, paths: str | Sequence[str], field: str = "text", *, skip_bad: bool = False, remedy: str = "--skip-bad"
     ) -> None:
         given = [paths] if isinstance(paths, str) else list(paths)
-        if not all(given):
-            raise ValueError(f"empty corpus: no file is named in {paths!r}")
         self.name = ", ".join(given)
         self._field, self._skip_bad, self.bad = field, skip_bad, 0
         self._remedy, self._warned = f"{remedy} leaves out what cannot be read", False

@@ -33,6 +33,8 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
         ValueError: a path is missing or of another kind, a directory has no text, a part is missing or exists twice, a
             file is named twice, or as a whole and as its parts.
     """
+    if not all(map(str, paths)):
+        raise ValueError(f"empty corpus: no file is named in {[*map(str, paths)]}")
     found = [source for path in paths for source in _find(Path(path).expanduser())]
     if not found:
         raise ValueError(f"empty corpus: no files in {[str(path) for path in paths]}")

@@ -7,6 +7,7 @@ anywhere: `file` for a file that is one document, otherwise `file:line` and `fil
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,23 +75,33 @@ class Segment:
 
 def _file(segment: Segment, field: str) -> Iterator[Document | Bad]:
     try:
-        yield Document(segment.name, bytes(segment.content).decode())
+        yield Document(segment.name, bytes(segment.content).removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError as error:
         yield Bad(f"{segment.path}: not UTF-8: {error}")
 
 
 def _lines(segment: Segment, field: str) -> Iterator[Document | Bad]:
     for number, line in enumerate(bytes(segment.content).split(b"\n"), segment.before + 1):
+        line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if line.strip():
             place = f"{segment.path}:{number}"
             try:
-                record = json.loads(line.decode())
+                record = _parsed(line.decode())
             except UnicodeDecodeError as error:
                 yield Bad(f"{place}: not UTF-8: {error}")
             except (ValueError, RecursionError) as error:
                 yield Bad(f"{place}: not JSON: {error}")
             else:
                 yield _document(f"{segment.name}:{number}", record, field, place)
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError):
+            raise
+        return json.loads(line, parse_int=float)  # an integer that is too long for Python
 
 
 def _rows(segment: Segment, field: str) -> Iterator[Document | Bad]:

@@ -165,8 +165,11 @@ class Source:
     def _pieces(self, start: Place, cutter: Cutter) -> Iterator[tuple[Segment, Place, int]]:
         offset = start.offset
         unpacked, stream = self._open(offset)
+        begun = bool(offset)
+        if not begun and stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+            offset += len(stream.read(len(codecs.BOM_UTF8)))
         with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
-            for piece in pieces(iter(lambda: text.read(PIECE), ""), cutter, continued=bool(offset)):
+            for piece in pieces(iter(lambda: text.read(PIECE), ""), cutter, continued=begun):
                 if unpacked.error:  # the whole file could be read before
                     raise ValueError(f"{self.path}: cannot be read again: {unpacked.error}")
                 offset += len(piece.text.encode())

@@ -66,6 +66,8 @@ def load(path: str | Path, eod: str | None = None) -> Tokenizer:
         ValueError: the file is missing or of neither kind, it has no such token or none that ends documents, or the
             package that reads it is not installed.
     """
+    if not str(path):
+        raise ValueError("no tokenizer is named: its path is empty")
     path = Path(path).expanduser()
     if path.is_dir():
         path = next((path / name for name in FILES if (path / name).is_file()), path / FILES[-1])

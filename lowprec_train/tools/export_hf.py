@@ -16,7 +16,6 @@ examples:
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from lowprec_train.tools import options
@@ -30,7 +29,7 @@ HELP = "export a run's model to Hugging Face format"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="RUN", type=Path, help="run directory, or one that import-hf made")
+    parser.add_argument("model", metavar="RUN", type=options.path, help="run directory, or one that import-hf made")
     options.weights_directory(parser)
     options.step(parser)
     parser.add_argument(
@@ -57,13 +56,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration",
         metavar="PATH",
-        type=Path,
+        type=options.path,
         help="text file or prepared set from which static scales of inputs are computed",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
-        type=Path,
+        type=options.path,
         help="SentencePiece model or tokenizer.json, or 'none' (default: that of the run's data)",
     )
 

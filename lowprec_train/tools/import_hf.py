@@ -15,7 +15,6 @@ examples:
 
 import argparse
 import re
-from pathlib import Path
 
 from lowprec_train.tools import options
 
@@ -23,7 +22,7 @@ HELP = "import a Hugging Face model as the initial weights of a run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="DIR", type=Path, help="directory with config.json and safetensors")
+    parser.add_argument("model", metavar="DIR", type=options.path, help="directory with config.json and safetensors")
     options.weights_directory(parser)
     parser.add_argument(
         "--name", metavar="NAME", help="name of the model, part of the names of its runs (default: that of --out)"

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lowprec_train.tools import options
+
 if TYPE_CHECKING:
     from lowprec_train.data.indexed import IndexedDataset
     from lowprec_train.data.manifest import Manifest
@@ -32,7 +34,7 @@ _AT_ONCE = 1 << 24  # tokens
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="the dataset, without .bin and .idx")
+    parser.add_argument("prefix", metavar="PREFIX", type=options.path, help="the dataset, without .bin and .idx")
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="number of evenly spaced documents to show")
     parser.add_argument("--document", metavar="I", type=int, action="append", help="show document I, counted from 0")
     parser.add_argument("--characters", metavar="N", type=int, default=300, help="characters shown per document")
@@ -50,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     from lowprec_train.data.tokenizer import load
 
     dataset, manifest = IndexedDataset(arguments.prefix), Manifest.read(arguments.prefix)
+    if dataset.dtype.kind == "f":
+        raise ValueError(f"{arguments.prefix}: holds {dataset.dtype} numbers, not token ids")
     path = arguments.tokenizer or (manifest and manifest.tokenizer_path(arguments.prefix))
     if arguments.check and not path:
         raise ValueError(f"{arguments.prefix} has no manifest: --check needs --tokenizer FILE to check its tokens with")
@@ -120,6 +124,8 @@ def sample(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, ch
     length = int(dataset.lengths[first:last].sum(dtype="int64"))
     if tokenizer is None:
         return f"document {number}, {length:,} tokens: {ids[: characters // 4]}"
+    if not all(0 <= i < tokenizer.vocab_size for i in ids):
+        return f"document {number}, {length:,} tokens, some outside the vocabulary: {ids[: characters // 4]}"
     text = tokenizer.decode([i for i in ids if i != tokenizer.eod])
     shortened = len(text) > characters or length > len(ids)
     return f"document {number}, {length:,} tokens: {text[:characters]!r}{' ...' if shortened else ''}"

@@ -7,7 +7,7 @@ from pathlib import Path
 def trained_model(parser: argparse.ArgumentParser) -> None:
     """Add options that select a trained model, its tokenizer and the device: for `evaluate` and `generate`."""
     parser.add_argument(
-        "model", metavar="RUN", type=Path, help="run directory, checkpoint, or directory made by import-hf"
+        "model", metavar="RUN", type=path, help="run directory, checkpoint, or directory made by import-hf"
     )
     step(parser)
     parser.add_argument(
@@ -16,7 +16,7 @@ def trained_model(parser: argparse.ArgumentParser) -> None:
         default="eod",
         help="token before each text: eod, a token id, or none (default: eod)",
     )
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer (default: that of the run's data)")
+    parser.add_argument("--tokenizer", metavar="FILE", type=path, help="tokenizer (default: that of the run's data)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
 
 
@@ -27,7 +27,7 @@ def step(parser: argparse.ArgumentParser) -> None:
 
 def weights_directory(parser: argparse.ArgumentParser) -> None:
     """Add options for the output directory and the size of its files: for `export-hf` and `import-hf`."""
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to create")
+    parser.add_argument("--out", metavar="DIR", type=path, required=True, help="directory to create")
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
@@ -48,3 +48,10 @@ def positive(text: str) -> int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+def path(text: str) -> Path:
+    """Parse a path. An empty one, as of a shell variable that is not set, would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)

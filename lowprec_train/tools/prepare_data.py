@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,9 +44,13 @@ HELP = "tokenise text files into a dataset; resumable"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="file, part of a file, or directory")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", required=True, help="SentencePiece model or tokenizer.json, or their directory"
+        "--tokenizer",
+        metavar="FILE",
+        type=options.path,
+        required=True,
+        help="SentencePiece model or tokenizer.json, or their directory",
     )
-    parser.add_argument("--out", metavar="PREFIX", type=Path, required=True, help="where the dataset goes")
+    parser.add_argument("--out", metavar="PREFIX", type=options.path, required=True, help="where the dataset goes")
     parser.add_argument("--eod", metavar="TOKEN", help="token that closes documents (default: the tokenizer's own)")
     parser.add_argument(
         "--field", default="text", help="of .jsonl lines and .parquet rows that holds the text (default: %(default)s)"
@@ -71,6 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.out.is_dir():
         raise ValueError(f"--out {arguments.out} is a directory; name the dataset in it, as {arguments.out / 'train'}")
+    if arguments.out.suffix in (".bin", ".idx"):
+        raise ValueError(
+            f"--out {arguments.out}: name the dataset without its ending, as {arguments.out.with_suffix('')}"
+        )
     options.check_directory_above(arguments.out)
     if arguments.max_line_mib < 1:
         raise ValueError(f"--max-line-mib {arguments.max_line_mib} must be at least 1")
@@ -100,8 +110,12 @@ def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
     bytes_a_token = manifest.text_bytes / max(1, manifest.tokens)
     size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({bytes_a_token:.2f} bytes a token)"
     cuts = f"; {manifest.inexact_cuts:,} cuts beside which tokens may differ" if manifest.inexact_cuts else ""
+    train = f"data.train={prefix}"
+    if not re.fullmatch(r"[\w./=+-]+", train, re.ASCII):
+        quoted = f"data.train='{prefix}'"  # for Hydra
+        train = shlex.quote(quoted) if set(quoted) & set('"$`\\!') else f'"{quoted}"'  # for the shell
     return (
         f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {size}{left_out}{cuts}\n"
-        f"{seconds:.1f} s in this call. Train on it: data=indexed data.train={prefix} "
+        f"{seconds:.1f} s in this call. Train on it: data=indexed {train} "
         f"model.vocab_size={manifest.tokenizer['vocab_size']}"
     )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 from itertools import islice
-from pathlib import Path
 
 from lowprec_train.tools import options
 
@@ -30,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-size", metavar="N", type=int, required=True, help="number of pieces; 256 of them are bytes"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file of the tokenizer model")
+    parser.add_argument("--out", metavar="FILE", type=options.path, required=True, help="file of the tokenizer model")
     parser.add_argument("--field", default="text", help="field with the text (default: %(default)s)")
     parser.add_argument(
         "--sample",

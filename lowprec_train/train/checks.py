@@ -8,6 +8,7 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -170,6 +171,18 @@ def nodes(run: RunConfig) -> None:
         checked(getattr(run.optim, part), f"optim.{part}")
     for name, node in run.logger.items():
         checked(node, f"logger.{name}", ("run",))
+    if "wandb" in run.logger:
+        _wandb(run.logger["wandb"])
+
+
+def _wandb(node: Mapping[str, Any]) -> None:
+    """Check what W&B refuses only when a run begins."""
+    for tag in node.get("tags") or ():
+        if not 1 <= len(tag) <= 64:
+            raise ValueError(f"logger.wandb.tags: {tag!r} must have 1 to 64 characters")
+    project = node.get("project") or ""
+    if wrong := sorted(set(project) & set("/\\#?%:")):
+        raise ValueError(f"logger.wandb.project={project}: a name cannot have {' '.join(wrong)}")
 
 
 def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int) -> None:

@@ -70,6 +70,17 @@ def test_text_files(tmp_path):
     assert [d.text for d in TextFiles(str(put(tmp_path / "other", {"c.jsonl": '{"body": "b"}'})), "body")] == ["b"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    put(tmp_path, {"a.txt": mark + b"one", "b.jsonl": mark + b'{"text": "two"}\n{"text": "\\ufeffthree"}\n'})
+    assert [document.text for document in TextFiles(str(tmp_path))] == ["one", "two", "\ufeffthree"]
+
+
+def test_a_number_that_is_too_long_for_an_integer(tmp_path):
+    put(tmp_path, {"a.jsonl": '{"text": "one", "n": %s}\n' % ("7" * 5000)})
+    assert [document.text for document in TextFiles(str(tmp_path))] == ["one"]
+
+
 def test_digest_names_content_not_place(tmp_path):
     first = put(tmp_path / "one", {"a.txt": "ab", "b.txt": "c"})
     same = put(tmp_path / "two", {"a.txt": "ab", "b.txt": "c"})

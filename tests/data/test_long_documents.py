@@ -101,6 +101,14 @@ def test_long_lines_too(root, long_text, place):
     assert IndexedDataset(place).data.tolist() == [*tokenizer.encode([text])[0], tokenizer.eod]
 
 
+def test_a_byte_order_mark_before_a_long_document(root, long_text, place):
+    text = (long_text / "b.md").read_text()
+    (long_text / "b.md").write_text(text, encoding="utf-8-sig")
+    prepare(job(root, inputs=finding.find([long_text / "b.md"]), chunk=2500), place)
+    tokenizer = job(root).tokenizer
+    assert IndexedDataset(place).data.tolist() == [*tokenizer.encode([text])[0], tokenizer.eod]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_line_over_the_limit(root, tmp_path, place, packed):
     """Is an error with its number, before it is read, also under --skip-bad, for it is whole."""

@@ -3,9 +3,12 @@
 import io
 import json
 import random
+import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -15,6 +18,7 @@ from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenising import Counts
 from lowprec_train.data.tokenizer import load
 from lowprec_train.tools import cli, progress
+from lowprec_train.train.compose import composed
 from tests.data.indexed_files import write_indexed
 
 SMALL = ("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "data.seq_len=64")
@@ -83,6 +87,40 @@ def test_data_of_others(tmp_path, prefix, capsys):
     model = prefix.parent / "tokenizer.model"
     assert lowprec("inspect-data", tmp_path / "theirs", "--tokenizer", model, "--check") == 1
     assert "\n1 documents do not end with the end-of-document token 1\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token", "found"),
+    [
+        (np.int32, 400, "token 400 is outside the vocabulary of 384"),
+        (np.int64, 2**40, "token 1099511627776 is outside the vocabulary of 384"),
+        (np.int16, -1, "token -1 is outside the vocabulary of 384"),
+        (np.float64, np.nan, "theirs: holds float64 numbers, not token ids"),
+    ],
+)
+def test_tokens_that_no_tokenizer_has(dtype, token, found, tmp_path, prefix, capsys):
+    """They are shown as numbers, and found."""
+    write_indexed(tmp_path / "theirs", [[5, token, 7, 1]], dtype)
+    command = ("inspect-data", tmp_path / "theirs", "--tokenizer", prefix.parent / "tokenizer.model", "--check")
+    status, (out, err) = lowprec(*command), capsys.readouterr()
+    assert (status, found in out + err) == (2 if dtype is np.float64 else 1, True)
+    assert ("some outside the vocabulary: [5, " in out) is (dtype is not np.float64)
+
+
+def test_empty_paths_are_not_the_current_directory(text, prefix, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(text.parent)
+    for arguments in (("", "--tokenizer", prefix.parent), (text, "--tokenizer", "")):
+        with suppress(SystemExit):
+            assert lowprec("prepare-data", *arguments, "--out", tmp_path / "all") == 2
+        assert "no file is named in ['']" in (err := capsys.readouterr().err) or "the path is empty" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_that_trains_can_be_pasted(text, prefix, tmp_path, capsys):
+    out = tmp_path / "a set, x=[1] é"
+    assert lowprec("prepare-data", text, "--tokenizer", prefix.parent, "--workers", 0, "--out", out) == 0
+    shown = capsys.readouterr().out.partition("Train on it: ")[2]
+    assert composed(*shlex.split(shown)).data["train"] == str(out)
 
 
 def test_check(prefix, tmp_path, capsys):
@@ -167,6 +205,7 @@ def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
             "no tokenizer of 99999 pieces can be trained on it",
         ),
         ("inspect-data {here}/none", "none.idx: no such file"),
+        ("prepare-data {text} --tokenizer {model} --out {here}/all.bin", "name the dataset without its ending, as"),
         (
             "prepare-data {text} --tokenizer {model} --out /dev/null/x",
             "--out /dev/null/x: /dev/null is not a directory",

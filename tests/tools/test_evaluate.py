@@ -22,6 +22,7 @@ from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
 from lowprec_train.tools.progress import of_evaluation
 from lowprec_train.train.trained import Trained
 from scripts.perplexity import documents_of, perplexity
+from tests.data.indexed_files import write_indexed
 from tests.tools.evaluated import TEXTS, documents_of_bin, subject
 
 CPU = torch.device("cpu")
@@ -256,16 +257,24 @@ def test_refusals(made, refused, tmp_path):
     assert "no such file" in refused("--data", tmp_path / "absent.txt")
     assert "step-9" in refused("--data", made.raw, "--step", 9)
     assert "neither a run" in refused("--data", made.raw, model=tmp_path)
+    for name, dtype, token, says in (
+        ("beyond", np.int32, 600, "document 1 has token id 600, but the tokenizer has 384 tokens"),
+        ("below", np.int16, -1, "document 1 has token id -1, but the tokenizer has 384 tokens"),
+        ("floats", np.float32, 5, "floats: holds float32 numbers, not token ids"),
+    ):
+        write_indexed(tmp_path / name, [[5, 6], [token, 7]], dtype)
+        assert says in refused("--data", tmp_path / name)
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     assert "no text, so there is no token to predict" in refused("--data", tmp_path / "empty.jsonl")
 
 
-def test_ids_beyond_the_model_are_refused():
-    documents = [Encoded(np.array([1, 2]), None), Encoded(np.array([5, 9]), None)]
+@pytest.mark.parametrize("wrong", [9, -1])
+def test_ids_beyond_the_model_are_refused(wrong):
+    documents = [Encoded(np.array([1, 2]), None), Encoded(np.array([5, wrong]), None)]
 
     class Source(list):
         name, tokenizer = "a set", None
 
     how = Cutting(seq_len=8, stride=8, batch=1, start=None)
-    with pytest.raises(ValueError, match="a set: document 1 has token id 9, but the model's vocabulary has 8"):
+    with pytest.raises(ValueError, match=f"a set: document 1 has token id {wrong}, but the model's vocabulary has 8"):
         list(how.taken(Source(documents), 8))

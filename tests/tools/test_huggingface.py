@@ -310,6 +310,10 @@ REFUSED = {
     "no width": ("gpt2", {"n_embd": "wide"}, "n_embd = 'wide' is not a positive number"),
     "missing": ("llama", {"hidden_size": None}, "hidden_size"),
     "activation": ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+    "no id": ("llama", {"eos_token_id": "</s>"}, "eos_token_id = '</s>' is not a token id"),
+    "an id that is negative": ("gpt2", {"bos_token_id": [1, -1]}, "bos_token_id = [1, -1] is not a token id"),
+    "a head of its own": ("llama", {"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight"),
+    "no angle": ("llama", {"rope_parameters": {"rope_theta": "big"}}, "rope_theta = 'big' is not a positive number"),
     "scaling": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
 }
 

@@ -156,3 +156,18 @@ def test_profiles_that_cannot_be(composed, asked, message):
     with pytest.raises(ValueError, match=message):
         checks.configuration(run)
     checks.configuration(replace(composed, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("tags", ["ok", ""], "logger.wandb.tags: '' must have 1 to 64 characters"),
+        ("tags", ["x" * 65], "must have 1 to 64 characters"),
+        ("project", "a/b", "logger.wandb.project=a/b: a name cannot have /"),
+    ],
+)
+def test_what_wandb_would_refuse_late(composed, key, value, says):
+    node = {"_target_": "lowprec_train.train.logging.wandb_sink.WandbSink", "tags": ["ok"], "project": "a-b"}
+    checks.nodes(replace(composed, logger={"wandb": node}))
+    with pytest.raises(ValueError, match=says):
+        checks.nodes(replace(composed, logger={"wandb": node | {key: value}}))

@@ -32,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lowprec_train.tools.options import positive
+from lowprec_train.tools.options import path, positive
 from lowprec_train.train import cuda_allocator
 
 HELP = "time of kernels, GEMMs and training steps on a GPU"
@@ -58,7 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model", default="llama_7b", help="reduce the gradients of one block of this model (default: %(default)s)"
     )
     comm.add_argument(
-        "--rounds", type=positive, default=20, metavar="N", help="timed calls per payload (default: %(default)s)"
+        "--rounds",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="timed calls per payload (default: %(default)s)",
     )
     comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu uses the gloo backend")
     comm.add_argument(
@@ -75,12 +79,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _parallel_options(kinds.add_parser("parallel", help="training steps on several GPUs, under torchrun"))
     _memory_options(kinds.add_parser("memory", help="peak memory of a training step by category, with a figure"))
     for each in (kernels, gemm, linear, comm, *(kinds.choices[name] for name in ("step", "parallel", "memory"))):
-        each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
+        each.add_argument("--out", metavar="DIR", type=path, default=OUT, help="default: %(default)s")
     report = kinds.add_parser("report", help="print the table of a JSON result, and draw its figure")
-    report.add_argument("file", metavar="FILE.json", type=Path)
-    report.add_argument("--figure", metavar="FILE.svg", type=Path, help="also draw the figure (parallel and memory)")
+    report.add_argument("file", metavar="FILE.json", type=path)
+    report.add_argument("--figure", metavar="FILE.svg", type=path, help="also draw the figure (parallel and memory)")
     report.add_argument(
-        "--timeline", metavar="FILE.svg", type=Path, help="also draw when kernels and collectives run, from profiles"
+        "--timeline",
+        metavar="FILE.svg",
+        type=path,
+        help="also draw when kernels and collectives run, from profiles",
     )
     report.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="draw only this row's timeline; repeatable"

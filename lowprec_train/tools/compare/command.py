@@ -32,14 +32,14 @@ HELP = "loss gap, speed and memory of runs against a baseline"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory; two or more")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=options.path, help="run directory; two or more")
     parser.add_argument(
         "--baseline", metavar="NAME", help="baseline run, by name or directory (default: the first bf16 run)"
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
-        type=Path,
+        type=options.path,
         help="output directory (default: 'comparison' in the runs' common parent, else in the current directory)",
     )
     parser.add_argument(

@@ -33,10 +33,13 @@ HELP = "perplexity, bits per byte and tasks of a trained model, under its recipe
 def add_options(parser: argparse.ArgumentParser) -> None:
     options.trained_model(parser)
     parser.add_argument(
-        "--data", metavar="PATH", type=Path, help="text file, directory of text files, or prefix of a prepared data set"
+        "--data",
+        metavar="PATH",
+        type=options.path,
+        help="text file, directory of text files, or prefix of a prepared data set",
     )
     parser.add_argument(
-        "--tasks", metavar="FILE", type=Path, nargs="+", default=[], help="task files of lm-evaluation-harness"
+        "--tasks", metavar="FILE", type=options.path, nargs="+", default=[], help="task files of lm-evaluation-harness"
     )
     parser.add_argument(
         "--recipe",
@@ -60,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--field", default="text", help="field of .jsonl lines and .parquet rows with the text (default: %(default)s)"
     )
     parser.add_argument("--skip-bad", action="store_true", help="skip unreadable text instead of stopping")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the results to a JSON file")
+    parser.add_argument("--out", metavar="FILE", type=options.path, help="also write the results to a JSON file")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -90,9 +90,9 @@ class Cutting:
     def taken(self, source: Source, vocab_size: int) -> Iterator[Encoded]:
         """The documents to evaluate. Raises ValueError for a token id outside the model's vocabulary."""
         for number, document in enumerate(islice(source, self.documents)):
-            if len(document.ids) and document.ids.max() >= vocab_size:
+            if (wrong := document.ids[(document.ids < 0) | (document.ids >= vocab_size)]).size:
                 raise ValueError(
-                    f"{source.name}: document {number} has token id {document.ids.max()}, but the model's vocabulary "
+                    f"{source.name}: document {number} has token id {wrong[0]}, but the model's vocabulary "
                     f"has {vocab_size} tokens"
                 )
             yield document

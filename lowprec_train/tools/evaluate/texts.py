@@ -47,9 +47,12 @@ def open_text(path: Path, *, field: str, tokenizer: Tokenizer | None, skip_bad: 
     Raises ValueError if neither exists, for raw text without a tokenizer, for unreadable text
     (`data.documents.TextFiles`), and for a data set that is inconsistent or was prepared with another tokenizer.
     """
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    named = path.suffix in (".bin", ".idx") and not Path(f"{path}.idx").is_file()
+    prefix = path.with_suffix("") if named else path
     if Path(f"{prefix}.idx").is_file():
         dataset, made_by = IndexedDataset(prefix), _tokenizer_of(prefix, tokenizer)
+        if dataset.dtype.kind == "f":
+            raise ValueError(f"{prefix}: holds {dataset.dtype} numbers, not token ids")
         return Source(str(prefix), made_by, lambda: _stored(dataset, made_by))
     if tokenizer is None:
         raise ValueError(f"{path} is raw text, and the model has no tokenizer; give one with --tokenizer FILE")
@@ -67,10 +70,15 @@ def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[En
 def _stored(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Encoded]:
     """Read the documents of a prepared data set. Bytes are counted in the decoded text."""
     closing = None if tokenizer is None else tokenizer.eod
-    for first, end in zip(dataset.documents[:-1], dataset.documents[1:]):
+    for number, (first, end) in enumerate(zip(dataset.documents[:-1], dataset.documents[1:])):
         parts = [dataset[sequence] for sequence in range(first, end)]
         ids = np.concatenate([np.empty(0, dataset.dtype), *parts]).astype(np.int64)
         ids = ids[:-1] if len(ids) and ids[-1] == closing else ids
+        if tokenizer and (wrong := ids[(ids < 0) | (ids >= tokenizer.vocab_size)]).size:
+            raise ValueError(
+                f"{dataset.prefix}: document {number} has token id {wrong[0]}, but the tokenizer has "
+                f"{tokenizer.vocab_size} tokens"
+            )
         yield Encoded(ids, None if tokenizer is None else len(tokenizer.decode(ids.tolist()).encode()))
 
 

@@ -79,9 +79,9 @@ class Family:
     def model(self, config: Json, name: str) -> ModelConfig:
         """Return the model of a config.json. Raises ValueError for a setting that this project does not compute."""
         try:
-            _check_numbers({key: config[key] for key in ("vocab_size", *self.sizes)}, int)
-            _check_numbers({key: config[key] for key in OPTIONAL_COUNTS if config.get(key) is not None}, int)
-            _check_numbers({key: config[key] for key in REALS if key in config}, int, float)
+            check_numbers({key: config[key] for key in ("vocab_size", *self.sizes)}, int)
+            check_numbers({key: config[key] for key in OPTIONAL_COUNTS if config.get(key) is not None}, int)
+            check_numbers({key: config[key] for key in REALS if key in config}, int, float)
             _check_flags(config)
             for key, allowed in self.accepted.items():
                 expect(config, key, *allowed)
@@ -93,7 +93,8 @@ class Family:
             raise ValueError(f"config.json of a {self.model_type} model lacks the key {error}") from None
 
 
-def _check_numbers(values: Json, *kinds: type) -> None:
+def check_numbers(values: Json, *kinds: type) -> None:
+    """Raise ValueError unless the values of config.json are positive numbers of these types."""
     for key, value in values.items():
         if type(value) not in kinds or not 0 < value < math.inf:
             raise ValueError(f"config.json: {key} = {value!r} is not a positive number")

@@ -14,7 +14,7 @@ from typing import Any
 
 from lowprec_train.config import ModelConfig
 from lowprec_train.model.layers import ROPE_SCALINGS
-from lowprec_train.tools.huggingface.family import Family, Json, expect
+from lowprec_train.tools.huggingface.family import Family, Json, check_numbers, expect
 from lowprec_train.tools.huggingface.rows import GroupedHeads, Interleaved, Rows, Same
 
 ROTARY = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"}
@@ -69,11 +69,13 @@ def _rotary_settings(config: Json) -> dict[str, Any]:
         raise ValueError(
             f"config.json: layer_types = {config['layer_types']}, and this project computes full_attention only"
         )
+    theta = _rope(config)[1].get("rope_theta", config.get("rope_theta", 10000.0))
+    check_numbers({"rope_theta": theta}, int, float)
     return {
         "head_dim": None if head_dim * heads == dim else head_dim,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "tied": config.get("tie_word_embeddings", False),
-        "rope_theta": float(_rope(config)[1].get("rope_theta", config.get("rope_theta", 10000.0))),
+        "rope_theta": float(theta),
         "rope_scaling": _rope_scaling(config),
         "norm_eps": float(config["rms_norm_eps"]),
     }

@@ -29,6 +29,7 @@ from lowprec_train.tools.huggingface.rows import Rows
 from lowprec_train.tools.huggingface.shards import TensorSpec
 from lowprec_train.train.weights import Weights, read_tensor, shapes, stored, weight_files
 
+HEAD = "lm_head.weight"
 IDS_FILE = "token_ids.json"  # in an imported directory: the SPECIAL_IDS of its config.json
 DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 # Buffers in older checkpoints: causal masks and RoPE frequencies.
@@ -118,13 +119,22 @@ def import_(source: Path, out: Path, *, name: str, max_bytes: int, tokenizer: Ma
     family = family_named(config)
     model = family.model(config, name)
     tensors = imported_tensors(source, family, model)
-    ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
+    ids = _special_ids(config)
     sizes = OmegaConf.to_yaml(OmegaConf.create(asdict(model)))
     with atomic_directory(out) as directory:
         specs = [each.spec for each in tensors]
         shards.write(directory, specs, ((each.spec.name, each.read()) for each in tensors), max_bytes)
         _write_files(directory, {**tokenizer, MODEL_FILE: sizes.encode(), IDS_FILE: _json(ids)})
     return model
+
+
+def _special_ids(config: Json) -> Json:
+    ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
+    for key, value in ids.items():
+        for each in value if isinstance(value, list) else [value]:
+            if type(each) is not int or each < 0:  # small GPT-2 models keep the ids of the large one
+                raise ValueError(f"config.json: {key} = {value!r} is not a token id")
+    return ids
 
 
 def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
@@ -174,6 +184,14 @@ def imported_tensors(source: Path, family: Family, model: ModelConfig) -> list[I
     stored_as = {_full_name(name, family): name for name in files if name in forms}
     hf_names = {each for name in expected for each in family.hf_names(name)}
     _check_names(source, stored_as.keys(), hf_names, tied=model.tied)
+    if model.tied and HEAD in stored_as:
+        (embedding,) = family.hf_names("embedding.weight")
+        head, tied = (read_tensor(files[name], name) for name in (stored_as[HEAD], stored_as[embedding]))
+        if not torch.equal(head, tied):
+            raise ValueError(
+                f"{source}: config.json ties the output head to the embedding, but {stored_as[HEAD]} is not "
+                f"{stored_as[embedding]}; set tie_word_embeddings to false, or remove {stored_as[HEAD]}"
+            )
     tensors = []
     for name, shape in expected.items():
         names, layout = family.hf_names(name), family.layout(name, model)
@@ -200,7 +218,7 @@ def imported_tensors(source: Path, family: Family, model: ModelConfig) -> list[I
 
 
 def _check_names(source: Path, found: Set[str], expected: Set[str], *, tied: bool) -> None:
-    missing, ignored = sorted(expected - found), {"lm_head.weight"} if tied else set()
+    missing, ignored = sorted(expected - found), {HEAD} if tied else set()
     unexpected = [name for name in sorted(found - expected - ignored) if not BUFFERS.fullmatch(name)]
     for what, names in (("has no", missing), ("has tensors that config.json does not describe:", unexpected)):
         if names:

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowprec_train.tools.options import positive
+from lowprec_train.tools import options
 
 if TYPE_CHECKING:
     from lowprec_train.tools.study.definition import Study
@@ -44,9 +44,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run_ = kinds.add_parser("run", help="train the runs of a study that are not finished, on this machine")
     where = run_.add_mutually_exclusive_group()
     where.add_argument("--gpus", metavar="N", default="all", help="number of GPUs, or `all` (default: all)")
-    where.add_argument("--nproc", metavar="N", type=positive, help="train N runs at the same time on the CPU")
+    where.add_argument("--nproc", metavar="N", type=options.positive, help="train N runs at the same time on the CPU")
     run_.add_argument(
-        "--per-gpu", metavar="N", type=positive, default=1, help="runs at the same time on each GPU (default: 1)"
+        "--per-gpu",
+        metavar="N",
+        type=options.positive,
+        default=1,
+        help="runs at the same time on each GPU (default: 1)",
     )
     run_.add_argument(
         "--minutes", metavar="M", type=minutes, help="stop after M minutes; active runs save a checkpoint"
@@ -65,18 +69,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--results",
         metavar="FILE",
         nargs="+",
-        type=Path,
+        type=options.path,
         default=[],
         help="also use the runs in these results.json files, written by `run` or `report` on other machines",
     )
     for each in (run_, list_, report):
-        each.add_argument("file", metavar="STUDY", type=Path, help="YAML file, or the name of a shipped study")
-        each.add_argument("--out", metavar="DIR", type=Path, help="folder of the study (default: runs/study/NAME)")
+        each.add_argument("file", metavar="STUDY", type=options.path, help="YAML file, or the name of a shipped study")
+        each.add_argument(
+            "--out", metavar="DIR", type=options.path, help="folder of the study (default: runs/study/NAME)"
+        )
         each.add_argument("--arms", metavar="ARM", nargs="+", help="use only these arms")
         each.add_argument("--purpose", choices=("gate", "sweep", "estimate"), help="use only runs with this purpose")
         each.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], help="overrides for all runs")
     evaluate = kinds.add_parser("evaluate", help="evaluate finished runs that have no evaluation.json")
-    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
+    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=options.path, help="run directory")
     evaluate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
 
 
@@ -249,7 +255,22 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
         purpose = f" for --purpose {arguments.purpose}" if arguments.purpose else ""
         raise ValueError(f"study {study.name} has no run{arms}{purpose}")
     plan.check_used(arguments.set, wanted)
-    return study, wanted, arguments.out or Path("runs") / "study" / study.name
+    out = arguments.out or Path("runs") / "study" / study.name
+    _check_root(out)
+    return study, wanted, out
+
+
+def _check_root(out: Path) -> None:
+    """Raise ValueError if Hydra would read another value from the override run_root=... of a run."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        value = OverridesParser.create().parse_override(f"run_root={out}").value()
+    except HydraException:
+        value = None
+    if str(value) != str(out):
+        raise ValueError(f"--out {out}: Hydra does not read this path as it is; choose letters, digits and _ - . /")
 
 
 def _check_folder(study: Study, out: Path) -> None:

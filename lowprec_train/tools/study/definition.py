@@ -107,16 +107,18 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def load(path: Path) -> Study:
-    """Read and check a study. Raises ValueError with the file, the key and the value."""
+def load(path: Path, later: tuple[Path, ...] = ()) -> Study:
+    """Read and check a study. later: the studies that come after it. Raises ValueError with the file, the key and the
+    value.
+    """
     try:
-        return _study(OmegaConf.to_container(config.read_yaml(path)), path.parent)
+        return _study(OmegaConf.to_container(config.read_yaml(path)), (*later, path))
     except ValueError as error:
         message = str(error)
         raise ValueError(message if message.startswith(str(path)) else f"{path}: {message}") from None
 
 
-def _study(content: Any, folder: Path) -> Study:
+def _study(content: Any, files: tuple[Path, ...]) -> Study:
     tree = _checked(Study, content, "study")
     _check_name(tree["name"], "study.name")
     _check_overrides("study.overrides", tree.get("overrides", ()))
@@ -131,7 +133,7 @@ def _study(content: Any, folder: Path) -> Study:
     if not blocks:
         raise ValueError("blocks is empty: there is nothing to train")
     study = Study(**tree | {"arms": arms, "blocks": blocks})
-    _check_seeds(study, folder)
+    _check_seeds(study, files)
     return study
 
 
@@ -176,15 +178,21 @@ def _axis(key: str, values: Any, place: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _check_seeds(study: Study, folder: Path) -> None:
-    """Check that each seed has one purpose and was not used by an earlier study to choose a setting of this one."""
+def _check_seeds(study: Study, files: tuple[Path, ...]) -> None:
+    """Check that each seed has one purpose and was not used by an earlier study to choose a setting of this one.
+
+    files: that of this study, which is the last, and those of the studies that come after it.
+    """
     seen: dict[int, str] = {}
     for block in study.blocks:
         for seed in block.seeds:
             if seen.setdefault(seed, block.purpose) != block.purpose:
                 raise ValueError(f"seed {seed} is for {seen[seed]} and for {block.purpose}: each has one purpose")
     for file in study.after:
-        earlier = load(find(folder / file))
+        path = find(files[-1].parent / file)
+        if path.resolve() in [each.resolve() for each in files]:
+            raise ValueError(f"after: {file} comes after itself")
+        earlier = load(path, files)
         for seed in (each for each, purpose in study.seeds.items() if purpose == "estimate" and each in earlier.seeds):
             raise ValueError(f"seed {seed} is an estimate seed, and {file}, which chose this setting, has used it")
 

@@ -72,6 +72,8 @@ class WandbSink:
                 id=identity,
                 resume="allow",
             )
+        except ValueError as error:
+            raise ValueError(f"logger.wandb: {' '.join(str(error).split())}") from error
         except wandb.Error as error:
             advice = "logger.wandb.mode=offline needs neither network nor account"
             raise ValueError(f"W&B: {' '.join(str(error).split())}; {advice}") from error

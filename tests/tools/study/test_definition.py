@@ -157,6 +157,19 @@ def test_an_override_that_some_runs_would_ignore_is_refused(override, says, tmp_
     assert (status, capsys.readouterr().err) == ((2, said) if says else (0, ""))
 
 
+@pytest.mark.parametrize("out", ["a,b", "a[1]", "it's", "1e3", "a=b"])
+def test_a_folder_that_hydra_reads_otherwise_is_refused(out, tmp_path, capsys):
+    assert cli.main(["study", "list", str(written(tmp_path)), "--out", out]) == 2
+    assert capsys.readouterr().err.startswith(f"lowprec study: error: --out {out}: Hydra does not read this path")
+
+
+def test_a_study_cannot_come_after_itself(tmp_path):
+    file = written(tmp_path, after=["second.yaml"])
+    (tmp_path / "second.yaml").write_text(file.read_text().replace("second.yaml", file.name))
+    with pytest.raises(ValueError, match=f"after: {file.name} comes after itself"):
+        definition.load(file)
+
+
 def test_the_fault_of_a_file_that_is_not_yaml_is_told_with_its_line(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text("name: small\narms: {bf16: }\nname: other\n")
