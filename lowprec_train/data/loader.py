@@ -134,6 +134,13 @@ class Dataset:
         """Number of tokens on disk, in all streams."""
         return sum(len(stream) for stream in self.streams)
 
+    @property
+    def epoch(self) -> int:
+        """Number of sequences after which one is read again."""
+        if self._order is None:
+            return int(self._sizes.sum())
+        return min(int(size / share) for size, share in zip(self._sizes, self._order.shares, strict=True) if share)
+
     def batch(self, step: int, first: int, count: int, per_step: int) -> Batch:
         """Return sequences first .. first + count - 1 of the `per_step` sequences of step `step`.
 

@@ -32,7 +32,7 @@ from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import Tokenizer, encode_documents, store
 
 _log = logging.getLogger(__name__)
-_LAYOUT = 2  # of the cache directory; increased if the same text gives other tokens or files
+_LAYOUT = 3  # of the cache directory; increased if the same text gives other tokens or files
 DEFAULT_CACHE = "~/.cache/lowprec_train"
 
 

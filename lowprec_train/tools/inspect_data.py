@@ -38,7 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="number of evenly spaced documents to show")
     parser.add_argument("--document", metavar="I", type=int, action="append", help="show document I, counted from 0")
     parser.add_argument("--characters", metavar="N", type=int, default=300, help="characters shown per document")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer of a dataset without a manifest")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", type=options.path, help="tokenizer of a dataset without a manifest"
+    )
     parser.add_argument("--check", action="store_true", help="check all tokens, and the hashes of the manifest")
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import time
 from pathlib import Path
@@ -110,10 +109,8 @@ def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
     bytes_a_token = manifest.text_bytes / max(1, manifest.tokens)
     size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({bytes_a_token:.2f} bytes a token)"
     cuts = f"; {manifest.inexact_cuts:,} cuts beside which tokens may differ" if manifest.inexact_cuts else ""
-    train = f"data.train={prefix}"
-    if not re.fullmatch(r"[\w./=+-]+", train, re.ASCII):
-        quoted = f"data.train='{prefix}'"  # for Hydra
-        train = shlex.quote(quoted) if set(quoted) & set('"$`\\!') else f'"{quoted}"'  # for the shell
+    forms = [f"data.train={quote}{prefix}{quote}" for quote in ("", '"', "'")]
+    train = shlex.quote(next((form for form in forms if options.read_by_hydra(form) == str(prefix)), forms[0]))
     return (
         f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {size}{left_out}{cuts}\n"
         f"{seconds:.1f} s in this call. Train on it: data=indexed {train} "

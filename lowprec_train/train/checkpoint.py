@@ -130,7 +130,7 @@ class Checkpointer:
     def save(self, state: Parts, step: int, wait: bool = False, *, only_finite: bool = False) -> None:
         """Save `state` as step-`step`. Without `wait` an asynchronous save continues in the background.
 
-        only_finite: refuse to save if a tensor has NaN or infinity on any rank.
+        only_finite: refuse to save if a tensor other than METRICS has NaN or infinity on any rank.
 
         Raises CheckpointError if this save or an earlier background save failed, or if a tensor is not finite. The
         checkpoint that `latest` names stays intact.
@@ -202,7 +202,7 @@ class Checkpointer:
         )
 
     def _load(self, state: Parts, step: int, optional: Collection[str]) -> None:
-        """Fill `state` from one checkpoint, if its files are intact and its values finite."""
+        """Fill `state` from one checkpoint, if its files are intact and its values, except METRICS, finite."""
         path, flat = folder.path_of(self._directory, step), _flatten(state)
         verify(path, self._group, whole=self._bytes)
         names = first(lambda: self._verify(path, flat, list(state), optional), self._group)

@@ -217,8 +217,10 @@ def _missing(error: MissingConfigException, given: Sequence[Setting]) -> str:
 def _no_key(typed: Setting, key: str, error: BaseException) -> str:
     if typed.group in groups() and not typed.sign and key.partition("@")[2] in _keys():
         return f"{typed.argument}: {key} has no choice yet; one is added with a plus sign: +{typed.argument}"
-    if key in _keys():  # an empty node
-        return f"{typed.argument}: {key} takes its keys one by one, with a plus sign: +{key}.KEY=VALUE"
+    if (inner := re.search(r"full_key: (\S+)", str(error.__cause__))) and key in _keys():  # key={inner: ...}
+        if not any(each.startswith(f"{key}.") for each in _keys()):
+            return f"{typed.argument}: {key} takes its keys one by one, with a plus sign: +{key}.KEY=VALUE"
+        return f"{typed.argument}: there is no key {inner[1]}{_meant(inner[1], '', _keys())}"
     return f"Could not override {key!r} by {typed.argument}: there is no such key{_meant(key, typed.value, _keys())}"
 
 

@@ -5,7 +5,6 @@ import json
 import random
 import shlex
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -109,18 +108,24 @@ def test_tokens_that_no_tokenizer_has(dtype, token, found, tmp_path, prefix, cap
 
 def test_empty_paths_are_not_the_current_directory(text, prefix, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(text.parent)
-    for arguments in (("", "--tokenizer", prefix.parent), (text, "--tokenizer", "")):
-        with suppress(SystemExit):
-            assert lowprec("prepare-data", *arguments, "--out", tmp_path / "all") == 2
-        assert "no file is named in ['']" in (err := capsys.readouterr().err) or "the path is empty" in err
+    assert lowprec("prepare-data", "", "--tokenizer", prefix.parent, "--out", tmp_path / "all") == 2
+    assert "no file is named in ['']" in capsys.readouterr().err
+    for command in ("prepare-data {text} --out {out}", "inspect-data {prefix}"):
+        filled = command.format(text=text, out=tmp_path / "all", prefix=prefix).split()
+        with pytest.raises(SystemExit) as end:
+            lowprec(*filled, "--tokenizer", "")
+        assert end.value.code == 2 and "--tokenizer: the path is empty" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_that_trains_can_be_pasted(text, prefix, tmp_path, capsys):
-    out = tmp_path / "a set, x=[1] é"
-    assert lowprec("prepare-data", text, "--tokenizer", prefix.parent, "--workers", 0, "--out", out) == 0
+@pytest.mark.parametrize(
+    "name", ["a set, x=[1] é", "it's", '"a"', "a=b", "1e3", "123", "true", "null", "$HOME", "plain"]
+)
+def test_the_command_that_trains_can_be_pasted(name, text, prefix, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert lowprec("prepare-data", text, "--tokenizer", prefix.parent, "--workers", 0, "--out", name) == 0
     shown = capsys.readouterr().out.partition("Train on it: ")[2]
-    assert composed(*shlex.split(shown)).data["train"] == str(out)
+    assert composed(*shlex.split(shown)).data["train"] == name
 
 
 def test_check(prefix, tmp_path, capsys):

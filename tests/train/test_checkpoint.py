@@ -1,6 +1,7 @@
 """Checkpoints: bit-exact resume, kills, a full disk, another model."""
 
 import errno
+import math
 import os
 import re
 import signal
@@ -116,6 +117,27 @@ def test_what_sinks_remember_travels(tmp_path):
     held = other.remembered
     saver.load(other.checkpoint_parts())
     assert held == {"wandb_run_id": "abc"}
+
+
+def test_a_metric_may_be_infinite_but_no_state(tmp_path):
+    """As the SQNR of gradients of which none was rounded."""
+
+    class Part:
+        def __init__(self, **values):
+            self.values = {name: torch.tensor(value) for name, value in values.items()}
+
+        def state_dict(self):
+            return dict(self.values)
+
+        def load_state_dict(self, state):
+            self.values = dict(state)
+
+    saver, infinite = keeper(tmp_path), {"sampling": Part(sqnr_db=math.inf)}
+    saver.save(infinite, 1, wait=True, only_finite=True)
+    loaded = {"sampling": Part(sqnr_db=0.0)}
+    assert saver.load(loaded) == 1 and loaded["sampling"].values["sqnr_db"] == math.inf
+    with pytest.raises(CheckpointError, match="NaN or infinity in other.x"):
+        saver.save({"other": Part(x=math.inf)}, 2, wait=True, only_finite=True)
 
 
 def test_loading_fills_the_live_tensors_and_keeps_their_types(tmp_path):

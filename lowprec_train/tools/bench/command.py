@@ -58,11 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model", default="llama_7b", help="reduce the gradients of one block of this model (default: %(default)s)"
     )
     comm.add_argument(
-        "--rounds",
-        type=positive,
-        default=20,
-        metavar="N",
-        help="timed calls per payload (default: %(default)s)",
+        "--rounds", type=positive, default=20, metavar="N", help="timed calls per payload (default: %(default)s)"
     )
     comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu uses the gloo backend")
     comm.add_argument(
@@ -84,10 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument("file", metavar="FILE.json", type=path)
     report.add_argument("--figure", metavar="FILE.svg", type=path, help="also draw the figure (parallel and memory)")
     report.add_argument(
-        "--timeline",
-        metavar="FILE.svg",
-        type=path,
-        help="also draw when kernels and collectives run, from profiles",
+        "--timeline", metavar="FILE.svg", type=path, help="also draw when kernels and collectives run, from profiles"
     )
     report.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="draw only this row's timeline; repeatable"

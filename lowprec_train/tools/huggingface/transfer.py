@@ -118,8 +118,8 @@ def import_(source: Path, out: Path, *, name: str, max_bytes: int, tokenizer: Ma
     config = read_config(source)
     family = family_named(config)
     model = family.model(config, name)
-    tensors = imported_tensors(source, family, model)
     ids = _special_ids(config)
+    tensors = imported_tensors(source, family, model)
     sizes = OmegaConf.to_yaml(OmegaConf.create(asdict(model)))
     with atomic_directory(out) as directory:
         specs = [each.spec for each in tensors]
@@ -184,14 +184,6 @@ def imported_tensors(source: Path, family: Family, model: ModelConfig) -> list[I
     stored_as = {_full_name(name, family): name for name in files if name in forms}
     hf_names = {each for name in expected for each in family.hf_names(name)}
     _check_names(source, stored_as.keys(), hf_names, tied=model.tied)
-    if model.tied and HEAD in stored_as:
-        (embedding,) = family.hf_names("embedding.weight")
-        head, tied = (read_tensor(files[name], name) for name in (stored_as[HEAD], stored_as[embedding]))
-        if not torch.equal(head, tied):
-            raise ValueError(
-                f"{source}: config.json ties the output head to the embedding, but {stored_as[HEAD]} is not "
-                f"{stored_as[embedding]}; set tie_word_embeddings to false, or remove {stored_as[HEAD]}"
-            )
     tensors = []
     for name, shape in expected.items():
         names, layout = family.hf_names(name), family.layout(name, model)
@@ -214,7 +206,19 @@ def imported_tensors(source: Path, family: Family, model: ModelConfig) -> list[I
             )
         spec = TensorSpec(name=name, shape=shape, dtype=narrowest(dtypes.values()))
         tensors.append(ImportedTensor(spec=spec, layout=layout, parts=parts))
+    if model.tied and HEAD in stored_as:
+        (embedding,) = family.hf_names("embedding.weight")
+        _check_tied(source, files, stored_as[HEAD], stored_as[embedding])
     return tensors
+
+
+def _check_tied(source: Path, files: Mapping[str, Path], head: str, embedding: str) -> None:
+    """Raise ValueError if the stored output head of a tied model is not the embedding. Reads both."""
+    if not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)):
+        raise ValueError(
+            f"{source}: config.json ties the output head to the embedding, but {head} is not {embedding}; set "
+            f"tie_word_embeddings to false, or remove {head}"
+        )
 
 
 def _check_names(source: Path, found: Set[str], expected: Set[str], *, tied: bool) -> None:

@@ -111,6 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
     study, planned, out = _planned(arguments)
     workers = _workers(arguments)
     configured = plan.check(study, planned)
+    _check_root(out)
     _check_folder(study, out)
     purposes = _purposes(study, out)  # before the text, which can take long to prepare
     plan.check_text(study, configured)
@@ -165,6 +166,8 @@ def _list(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.study import plan, progress
 
     study, planned, out = _planned(arguments)
+    if arguments.task is not None or arguments.slurm:
+        _check_root(out)
     if arguments.task is not None:
         if not 0 <= arguments.task < len(planned):
             raise ValueError(f"--task {arguments.task}: study {study.name} has runs 0 to {len(planned) - 1}")
@@ -256,20 +259,12 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
         raise ValueError(f"study {study.name} has no run{arms}{purpose}")
     plan.check_used(arguments.set, wanted)
     out = arguments.out or Path("runs") / "study" / study.name
-    _check_root(out)
     return study, wanted, out
 
 
 def _check_root(out: Path) -> None:
     """Raise ValueError if Hydra would read another value from the override run_root=... of a run."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        value = OverridesParser.create().parse_override(f"run_root={out}").value()
-    except HydraException:
-        value = None
-    if str(value) != str(out):
+    if options.read_by_hydra(f"run_root={out}") != str(out):
         raise ValueError(f"--out {out}: Hydra does not read this path as it is; choose letters, digits and _ - . /")
 
 

@@ -144,7 +144,7 @@ def check_used(overrides: Sequence[str], planned: Iterable[StudyRun]) -> None:
         key, own = key_of(text), run.overrides
         for other in own[own.index(text) + 1 :] if text in own else own:
             above = key_of(other)  # a group such as optim leaves its keys to other overrides
-            if other in overrides or (run.is_trunk and above in TRUNK_KEYS):
+            if other == text or (run.is_trunk and above in TRUNK_KEYS):
                 continue
             if key == above or (key.startswith(f"{above}.") and not (config.directory() / above).is_dir()):
                 raise ValueError(f"--set {text}: {run.name} has {other}; change it in a copy of the study")

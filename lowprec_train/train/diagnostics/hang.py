@@ -40,6 +40,7 @@ PLACES: tuple[tuple[str, str, str], ...] = (
     ("train/checkpoint.py", "", "the checkpoint"),
     ("train/launch.py", "first", "what rank 0 decides for all"),
     ("parallel/data.py", "total", "the all-reduce of the loss and the count of targets"),
+    ("parallel/data.py", "anywhere", "the names of gradients that are not finite"),
     ("parallel/data.py", "end_backward", "the all-reduce of the gradients of vectors"),
     ("comm/axis.py", "all_reduce", "the all-reduce of gradients between replicas"),
     ("comm/axis.py", "reduce_scatter", "the reduce-scatter of gradients"),
