@@ -224,7 +224,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
         if options.name is None and not directory.resumed and job.resume is Resume.auto:
             launch.first(lambda: identity.refuse_twin(job.root, name, plain, corpus.hash))
-        repeated = overview.repeated_validation(plain, corpus.valid.epoch)
+        repeated = overview.repeated_validation(plain, corpus.valid)
         mismatch = other_tokenizer(first, corpus.tokenizer) if first else ""
         for line in filter(None, (mismatch, repeated)):
             log.warning("warning: %s", line)

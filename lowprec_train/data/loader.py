@@ -134,12 +134,12 @@ class Dataset:
         """Number of tokens on disk, in all streams."""
         return sum(len(stream) for stream in self.streams)
 
-    @property
-    def epoch(self) -> int:
-        """Number of sequences after which one is read again."""
+    def repeats(self, count: int) -> bool:
+        """Return whether the first `count` sequences hold one twice."""
         if self._order is None:
-            return int(self._sizes.sum())
-        return min(int(size / share) for size, share in zip(self._sizes, self._order.shares, strict=True) if share)
+            return bool(count > self._sizes.sum())
+        source, ordinal = self._order(np.arange(count, dtype=np.int64))
+        return bool((ordinal >= self._sizes[source]).any())
 
     def batch(self, step: int, first: int, count: int, per_step: int) -> Batch:
         """Return sequences first .. first + count - 1 of the `per_step` sequences of step `step`.

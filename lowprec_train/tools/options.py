@@ -55,15 +55,3 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
-
-
-def read_by_hydra(override: str) -> str | None:
-    """Return the text that Hydra reads from key=value; None if it is no text, or an interpolation."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        value = OverridesParser.create().parse_override(override).value()
-    except HydraException:
-        return None
-    return value if isinstance(value, str) and "${" not in value else None

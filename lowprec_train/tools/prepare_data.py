@@ -105,12 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
     """Return two lines about the dataset: its sizes, and how to train on it."""
+    from lowprec_train.train.command_line import Setting
+
     left_out = f"; left out: {manifest.empty:,} empty, {manifest.bad:,} bad" if manifest.empty or manifest.bad else ""
     bytes_a_token = manifest.text_bytes / max(1, manifest.tokens)
     size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({bytes_a_token:.2f} bytes a token)"
     cuts = f"; {manifest.inexact_cuts:,} cuts beside which tokens may differ" if manifest.inexact_cuts else ""
     forms = [f"data.train={quote}{prefix}{quote}" for quote in ("", '"', "'")]
-    train = shlex.quote(next((form for form in forms if options.read_by_hydra(form) == str(prefix)), forms[0]))
+    train = shlex.quote(next((form for form in forms if Setting.of(form).text() == str(prefix)), forms[0]))
     return (
         f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {size}{left_out}{cuts}\n"
         f"{seconds:.1f} s in this call. Train on it: data=indexed {train} "

@@ -143,6 +143,14 @@ class Setting:
         """Return the override as Hydra parses it."""
         return OverridesParser.create().parse_override(self.argument)
 
+    def text(self) -> str | None:
+        """Return the value as Hydra reads it; None if that is no text, or an interpolation."""
+        try:
+            value = self.parsed().value()
+        except HydraException:
+            return None
+        return value if isinstance(value, str) and "${" not in value else None
+
     def renaming(self) -> str | None:
         """Return what the setting is called now, if its key or value was renamed."""
         return renamed_keys.renaming(self.key, self.value if "=" in self.argument else None)

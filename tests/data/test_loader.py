@@ -209,3 +209,13 @@ def test_streams_need_integers_end_to_end(write, tmp_path):
     (tmp_path / "apart.idx").write_bytes(bytes(index))
     with pytest.raises(ValueError, match="sequence 0 ends at byte 8, the next begins at 4"):
         whole(IndexedDataset(tmp_path / "apart"))
+
+
+@pytest.mark.parametrize("shares", [None, [0.5, 0.5], [0.3, 0.7], [0.9, 0.1], [1, 2]])
+def test_from_where_on_sequences_repeat(shares, write):
+    """Counted in what is read."""
+    sources = write("ten", [range(10 * SEQ + 1)]), write("many", [range(1000, 1000 + 25 * SEQ + 1)])
+    data = dataset(*sources, order=shares and Blend(shares))
+    starts = data.batch(0, 0, 60, 60).tokens[:, 0].tolist()
+    distinct = next(i for i, start in enumerate(starts) if start in starts[:i])
+    assert not data.repeats(distinct) and data.repeats(distinct + 1)

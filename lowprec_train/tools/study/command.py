@@ -258,13 +258,14 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
         purpose = f" for --purpose {arguments.purpose}" if arguments.purpose else ""
         raise ValueError(f"study {study.name} has no run{arms}{purpose}")
     plan.check_used(arguments.set, wanted)
-    out = arguments.out or Path("runs") / "study" / study.name
-    return study, wanted, out
+    return study, wanted, arguments.out or Path("runs") / "study" / study.name
 
 
 def _check_root(out: Path) -> None:
     """Raise ValueError if Hydra would read another value from the override run_root=... of a run."""
-    if options.read_by_hydra(f"run_root={out}") != str(out):
+    from lowprec_train.train.command_line import Setting
+
+    if Setting.of(f"run_root={out}").text() != str(out):
         raise ValueError(f"--out {out}: Hydra does not read this path as it is; choose letters, digits and _ - . /")
 
 

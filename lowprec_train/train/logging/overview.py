@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lowprec_train.data.loader import Dataset
 from lowprec_train.train import describe
 from lowprec_train.train.describe import Linears
 
@@ -35,13 +36,13 @@ def data(facts: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     )
 
 
-def repeated_validation(plain: Mapping[str, Any], epoch: int) -> str:
-    """Return a warning if an evaluation reads a sequence twice; else "". epoch: number of held-out sequences."""
-    if plain["eval_batches"] * plain["micro_batch"] <= epoch:
+def repeated_validation(plain: Mapping[str, Any], valid: Dataset) -> str:
+    """Return a warning if an evaluation reads a held-out sequence twice; else ""."""
+    if not valid.repeats(plain["eval_batches"] * plain["micro_batch"]):
         return ""
     return (
-        f"an evaluation reads eval_batches={plain['eval_batches']} of {plain['micro_batch']} sequences, but only "
-        f"{epoch:,} are held out: some are counted more than once"
+        f"an evaluation reads eval_batches={plain['eval_batches']} of {plain['micro_batch']} sequences, more than are "
+        "held out: some are counted more than once"
     )
 
 
