@@ -85,19 +85,29 @@ inline Wire wire_of_shared(std::vector<Tensor>& parts, int64_t rows, const std::
   return made;
 }
 
-// For decoding; parts are the sums.
-inline Wire wire_of_sent(const Tensor& sent, std::vector<Tensor>& parts, const std::vector<int64_t>& sizes,
+// Rows of bytes as they are made or sent: uint8 [rows, row_bytes], dense.
+inline void check_rows(const Tensor& rows, int64_t row_bytes) {
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(1) == row_bytes && rows.scalar_type() == ScalarType::Byte && rows.is_contiguous(),
+                  "rows of these ranges are dense uint8 [rows, ", row_bytes, "]");
+}
+
+// For decoding; parts are the sums. sent: the wire of each sender, or one of all.
+inline Wire wire_of_sent(const std::vector<Tensor>& sent, std::vector<Tensor>& parts, const std::vector<int64_t>& sizes,
                          const std::vector<int64_t>& coded, const std::string& format, int64_t block, int64_t senders,
                          int64_t inner, bool by_range) {
-  STD_TORCH_CHECK(senders >= 1 && sent.dim() == 2 && sent.size(0) % senders == 0, "a wire of ", sent.size(0),
-                  " rows is not of ", senders, " senders");
+  const int64_t wires = static_cast<int64_t>(sent.size());
+  STD_TORCH_CHECK(senders >= 1 && (wires == 1 || wires == senders), senders, " senders have one wire each or one for all, not ", wires);
+  STD_TORCH_CHECK(sent[0].dim() == 2 && sent[0].size(0) * wires % senders == 0, "these wires have no rows of ", senders, " senders");
   for (const Tensor& part : parts) STD_TORCH_CHECK(part.scalar_type() == ScalarType::Float, "sums are FP32");
-  Wire made = wire_of(parts, sent.size(0) / senders, sizes, coded, format, block, inner);
+  Wire made = wire_of(parts, sent[0].size(0) * wires / senders, sizes, coded, format, block, inner);
   made.by_range = by_range;
   for (const int64_t has_codes : coded) {
     STD_TORCH_CHECK(!by_range || (made.rows == 1 && !has_codes), "only one row without codes is sent range by range");
   }
-  STD_TORCH_CHECK(sent.size(1) == made.row_bytes, "a row of these ranges has ", made.row_bytes, " bytes, not ", sent.size(1));
+  for (const Tensor& each : sent) {
+    check_rows(each, made.row_bytes);
+    STD_TORCH_CHECK(each.size(0) == sent[0].size(0), "senders have equally many rows");
+  }
   return made;
 }
 

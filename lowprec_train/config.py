@@ -229,6 +229,7 @@ class ParallelConfig:
     blocks_per_unit: int = MISSING
     grad_reduce: str = MISSING
     param_all_gather: str = MISSING
+    symmetric_memory: bool = MISSING
     timeout_minutes: float = MISSING
 
 

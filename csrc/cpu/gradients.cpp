@@ -42,10 +42,11 @@ void encode_block(const Wire& wire, const ScaleRule& how, float* v, int64_t n, u
   std::fill(codes + n, codes + wire.block, uint8_t{0});
 }
 
-Tensor encode_gradients(std::vector<Tensor> parts, int64_t rows, std::vector<int64_t> sizes, std::vector<int64_t> coded,
-                        std::string format, int64_t block, int64_t inner) {
+void encode_gradients(const Tensor& made, std::vector<Tensor> parts, std::vector<int64_t> sizes,
+                      std::vector<int64_t> coded, std::string format, int64_t block, int64_t inner) {
+  const int64_t rows = made.size(0);
   const Wire wire = wire_of(parts, rows, sizes, coded, format, block, inner);
-  Tensor made = empty_like_device(parts[0], {rows, wire.row_bytes}, ScalarType::Byte);
+  check_rows(made, wire.row_bytes);
   uint8_t* out = mutable_data_of<uint8_t>(made);
   for (int64_t r = 0; wire.padded && r < rows; ++r) out[(r + 1) * wire.row_bytes - 1] = 0;
   const ScaleRule how = scale_rule_of(wire.format, Rule::POW2, 1.0, 0);
@@ -61,15 +62,17 @@ Tensor encode_gradients(std::vector<Tensor> parts, int64_t rows, std::vector<int
       encode_block(wire, how, v.data(), n, row + range.bytes + first, row + range.exponents + first / block);
     }
   });
-  return made;
 }
 
-void decode_gradients(const Tensor& given, std::vector<Tensor> parts, std::vector<int64_t> sizes,
+void decode_gradients(std::vector<Tensor> sent, std::vector<Tensor> parts, std::vector<int64_t> sizes,
                       std::vector<int64_t> coded, std::string format, int64_t block, int64_t senders, int64_t inner,
                       bool by_range) {
-  const Tensor sent = dense(given);
+  for (Tensor& each : sent) each = dense(each);
   const Wire wire = wire_of_sent(sent, parts, sizes, coded, format, block, senders, inner, by_range);
-  const char* data = static_cast<const char*>(sent.const_data_ptr());
+  const char* data = static_cast<const char*>(sent[0].const_data_ptr());
+  const auto rows_of = [&](int64_t s) {
+    return sent.size() == 1 ? data + s * wire.rows * wire.row_bytes : static_cast<const char*>(sent[s].const_data_ptr());
+  };
   for_blocks(wire, [&](const WireRange& range, int64_t r, int64_t first, int64_t n) {
     n = elements_left(range, r, first, n);
     if (n == 0) return;
@@ -79,7 +82,7 @@ void decode_gradients(const Tensor& given, std::vector<Tensor> parts, std::vecto
     thread_local std::vector<float> v;
     v.resize(n);
     for (int64_t s = 0; s < senders; ++s) {
-      const char* row = data + (s * wire.rows + place_of_row(r, wire.rows, inner)) * wire.row_bytes;
+      const char* row = rows_of(s) + place_of_row(r, wire.rows, inner) * wire.row_bytes;
       const char* here = wire.by_range ? data + place_by_range(range, senders, s, bytes_of(held)) : row + range.bytes;
       load(here + first * (plain ? bytes_of(held) : 1), held, n, v.data());
       if (!plain) {

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int TABLE = 48, WIRE_THREADS = 256, WARPS = WIRE_THREADS / 32, STEP = 128, BLOCK = 256;
 constexpr int DECODED = 512, ENCODED_BYTES = 4096;  // per warp: elements that it writes, bytes that it reads
+constexpr int WIRES = 64;                           // at most, if each sender has its own
 template <typename In>
 constexpr int ENCODED = ENCODED_BYTES / sizeof(In);
 
@@ -25,6 +26,12 @@ struct Table {
   int64_t row_bytes, block;
   bool padded;  // the row ends with a padding byte, which this launch clears
   bool by_range;  // as in Wire
+  bool apart;     // each sender has its own wire
+};
+
+// Wires of the senders: one for all, or one each.
+struct Wires {
+  const uint8_t* of[WIRES];
 };
 
 struct Work {
@@ -229,17 +236,17 @@ struct SentPlain {
   }
 };
 
-// step: bytes between rows of successive senders.
-template <typename Sent>
-__device__ void decode_vectors(const WireRange& range, const uint8_t* row, int64_t step, int64_t senders, int64_t first,
-                               float* out, int64_t left) {
+// row_of(s): the row of sender s.
+template <typename Sent, typename Rows>
+__device__ void decode_vectors(const WireRange& range, const Rows& row_of, int64_t senders, int64_t first, float* out,
+                               int64_t left) {
   const int lane = threadIdx.x & 31;
   float4 total[DECODED / STEP];
   for (int64_t s = 0; s < senders; s += Sent::FLIGHT) {
     Sent sent[Sent::FLIGHT];
 #pragma unroll
     for (int i = 0; i < Sent::FLIGHT; ++i) {
-      if (s + i < senders) sent[i].load(range, row + (s + i) * step, first, lane);
+      if (s + i < senders) sent[i].load(range, row_of(s + i), first, lane);
     }
 #pragma unroll
     for (int i = 0; i < Sent::FLIGHT; ++i) {
@@ -275,57 +282,70 @@ __device__ __forceinline__ float value_at(const WireRange& range, const uint8_t*
   else return decode<F>(row[range.bytes + at]) * e8m0_value(row[range.exponents + at / block]);
 }
 
+template <Format F, typename Rows>
+__device__ __forceinline__ void decode_range(const Table& table, const Work& work, const WireRange& range,
+                                             const Rows& row_of, int64_t senders, int64_t left) {
+  float* out = reinterpret_cast<float*>(range.data) + work.row * range.stride + work.first;
+  if (!table.vectors[work.range]) {
+#pragma unroll 1
+    for (int64_t i = threadIdx.x & 31; i < left; i += 32) {
+      float total = value_at<F>(range, row_of(0), work.first + i, table.block);
+#pragma unroll 1
+      for (int64_t s = 1; s < senders; ++s) total += value_at<F>(range, row_of(s), work.first + i, table.block);
+      out[i] = total;
+    }
+  } else if (range.exponents < 0) {
+    using Plain = std::conditional_t<F == Format::FP32, Fp32, Bf16>;
+    decode_vectors<SentPlain<Plain>>(range, row_of, senders, work.first, out, left);
+  } else if constexpr (F != Format::FP32) {
+    decode_vectors<SentCodes<F>>(range, row_of, senders, work.first, out, left);
+  }
+}
+
 template <Format F>
 __global__ void __launch_bounds__(WIRE_THREADS, 3) decode_ranges(const __grid_constant__ Table table,
-                                                              const uint8_t* __restrict__ wire, int64_t senders) {
+                                                              const __grid_constant__ Wires wires, int64_t senders) {
   Work work;
   if (!find_work(table, &work)) return;
   const WireRange& range = table.ranges[work.range];
   const int64_t left = elements_left(range, work.row, work.first, table.each[work.range]);
   if (left == 0) return;
+  const int64_t place = row_at(table) * table.row_bytes;
+  if (table.apart) {
+    return decode_range<F>(table, work, range, [&](int64_t s) { return wires.of[s] + place; }, senders, left);
+  }
   constexpr int64_t WIDTH = F == Format::FP32 ? 4 : 2;  // of plain elements
   // `range.bytes` is added to the row: sender 0's elements of the range are at senders * range.bytes.
-  const uint8_t* row = wire + (table.by_range ? (senders - 1) * range.bytes : row_at(table) * table.row_bytes);
+  const uint8_t* row = wires.of[0] + (table.by_range ? (senders - 1) * range.bytes : place);
   const int64_t step = table.by_range ? range.size * WIDTH : table.rows * table.row_bytes;
-  float* out = reinterpret_cast<float*>(range.data) + work.row * range.stride + work.first;
-  if (!table.vectors[work.range]) {
-#pragma unroll 1
-    for (int64_t i = threadIdx.x & 31; i < left; i += 32) {
-      float total = value_at<F>(range, row, work.first + i, table.block);
-#pragma unroll 1
-      for (int64_t s = 1; s < senders; ++s) total += value_at<F>(range, row + s * step, work.first + i, table.block);
-      out[i] = total;
-    }
-  } else if (range.exponents < 0) {
-    using Plain = std::conditional_t<F == Format::FP32, Fp32, Bf16>;
-    decode_vectors<SentPlain<Plain>>(range, row, step, senders, work.first, out, left);
-  } else if constexpr (F != Format::FP32) {
-    decode_vectors<SentCodes<F>>(range, row, step, senders, work.first, out, left);
-  }
+  decode_range<F>(table, work, range, [&](int64_t s) { return row + s * step; }, senders, left);
 }
 
 // --- launches --------------------------------------------------------------------------------------------------------
 
 // Whether every four elements of a range are aligned to their size, in memory and on the wire.
-bool by_vectors(const Wire& wire, const WireRange& range, const void* bytes) {
+bool by_vectors(const Wire& wire, const WireRange& range, const std::vector<const uint8_t*>& bytes) {
   const int64_t held = range.held == Format::FP32 ? 16 : 8;
   const bool coded = range.exponents >= 0;
   const int64_t sent = coded ? 4 : plain_of(wire.format) == Format::FP32 ? 16 : 8;
   if (wire.by_range && range.size * (sent / 4) % sent != 0) return false;  // of each sender
+  for (const uint8_t* each : bytes) {
+    if (!aligned(each, sent)) return false;
+  }
   return (!coded || wire.block == BLOCK) && aligned(range.data, held) && range.stride * (held / 4) % held == 0 &&
-         aligned(bytes, sent) && wire.row_bytes % sent == 0 && range.bytes % sent == 0;
+         wire.row_bytes % sent == 0 && range.bytes % sent == 0;
 }
 
 // Calls launch(table, grid) for every TABLE ranges. each: elements per warp; in an encode without vectors a warp has
 // one block instead.
 template <typename Launch>
-void for_tables(const Wire& wire, const void* bytes, int64_t each, bool encodes, const Launch& launch) {
+void for_tables(const Wire& wire, const std::vector<const uint8_t*>& bytes, int64_t each, bool encodes, const Launch& launch) {
   STD_TORCH_CHECK(wire.rows < 65536, "a wire of ", wire.rows, " rows");
   for (size_t begin = 0; begin < wire.ranges.size(); begin += TABLE) {
     Table table{};
     table.rows = static_cast<int32_t>(wire.rows), table.inner = static_cast<int32_t>(wire.inner),
      table.row_bytes = wire.row_bytes, table.block = wire.block;
-    table.padded = wire.padded && begin == 0, table.by_range = wire.by_range;
+    table.padded = wire.padded && begin == 0, table.by_range = wire.by_range, table.apart = bytes.size() > 1;
     for (size_t i = begin; i < wire.ranges.size() && table.count < TABLE; ++i) {
       const WireRange& range = wire.ranges[i];
       const int at = table.count++;
@@ -347,37 +367,42 @@ void with_codes(Format format, const Body& body) {
   body(FormatTag<Format::E4M3>{});
 }
 
-Tensor encode_gradients(std::vector<Tensor> parts, int64_t rows, std::vector<int64_t> sizes, std::vector<int64_t> coded,
-                        std::string format, int64_t block, int64_t inner) {
-  const Wire wire = wire_of(parts, rows, sizes, coded, format, block, inner);
-  Tensor made = empty_like_device(parts[0], {rows, wire.row_bytes}, ScalarType::Byte);
-  if (rows == 0) return made;
+void encode_gradients(const Tensor& made, std::vector<Tensor> parts, std::vector<int64_t> sizes,
+                      std::vector<int64_t> coded, std::string format, int64_t block, int64_t inner) {
+  const Wire wire = wire_of(parts, made.size(0), sizes, coded, format, block, inner);
+  check_rows(made, wire.row_bytes);
+  if (wire.rows == 0) return;
   uint8_t* out = mutable_data_of<uint8_t>(made);
   const ScaleRule how = scale_rule_of(wire.format, Rule::POW2, 1.0, 0);
   with_codes(wire.format, [&](auto tag) {
     constexpr Format F = decltype(tag)::value;
     with_input(parts[0], [&](auto held) {
       using In = typename decltype(held)::Type;
-      for_tables(wire, out, ENCODED<In>, true, [&](const Table& table, dim3 blocks) {
+      for_tables(wire, {out}, ENCODED<In>, true, [&](const Table& table, dim3 blocks) {
         encode_ranges<F, In><<<blocks, WIRE_THREADS, 0, stream_of(made)>>>(table, how, out);
       });
     });
   });
   check_launch("encode_gradients");
-  return made;
 }
 
-void decode_gradients(const Tensor& given, std::vector<Tensor> parts, std::vector<int64_t> sizes,
+void decode_gradients(std::vector<Tensor> sent, std::vector<Tensor> parts, std::vector<int64_t> sizes,
                       std::vector<int64_t> coded, std::string format, int64_t block, int64_t senders, int64_t inner,
                       bool by_range) {
-  const Tensor sent = dense(given);
+  for (Tensor& each : sent) each = dense(each);
   const Wire wire = wire_of_sent(sent, parts, sizes, coded, format, block, senders, inner, by_range);
+  STD_TORCH_CHECK(sent.size() <= WIRES, "at most ", WIRES, " senders have a wire of their own, not ", sent.size());
   if (wire.rows == 0) return;
-  const uint8_t* bytes = data_of<uint8_t>(sent);
+  std::vector<const uint8_t*> bytes;
+  Wires wires{};
+  for (const Tensor& each : sent) {
+    wires.of[bytes.size()] = data_of<uint8_t>(each);
+    bytes.push_back(data_of<uint8_t>(each));
+  }
   with_codes(wire.format, [&](auto tag) {
     constexpr Format F = decltype(tag)::value;
     for_tables(wire, bytes, DECODED, false, [&](const Table& table, dim3 blocks) {
-      decode_ranges<F><<<blocks, WIRE_THREADS, 0, stream_of(sent)>>>(table, bytes, senders);
+      decode_ranges<F><<<blocks, WIRE_THREADS, 0, stream_of(sent[0])>>>(table, wires, senders);
     });
   });
   check_launch("decode_gradients");

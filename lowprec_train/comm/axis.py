@@ -28,6 +28,7 @@ from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.nodes import Links, Nodes
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import MuSchedule
+from lowprec_train.comm.symmetric_memory import PeerRows
 from lowprec_train.numerics.formats import FP32
 
 EXACT = BlockScaledCodec(FP32)
@@ -36,6 +37,7 @@ EXACT = BlockScaledCodec(FP32)
 class Axis:
     """The ranks of `group` (None: this rank alone), by node, and the account of one step's reductions.
 
+    peers: as in `collectives.reduce_scatter`.
     head_room: FP8-LM's mu, updated by the caller at the end of a step.
     energy: (signal, noise) on this rank, to be summed over ranks, FP32 [2]; zeros unless the step is measured.
     sent: bytes, by kind of link.
@@ -45,6 +47,7 @@ class Axis:
 
     def __init__(self, group: dist.ProcessGroup | Nodes | None, codec: GradCodec, device: torch.device | str) -> None:
         self.group, self.codec = group, codec
+        self.peers: PeerRows | None = None
         nodes = Nodes.one(group) if isinstance(group, dist.ProcessGroup) else group
         self.ranks, self.node = (1, 1) if nodes is None else (nodes.ranks, nodes.node)
         self._number = 0 if nodes is None else dist.get_rank(nodes.whole) % self.node
@@ -72,7 +75,9 @@ class Axis:
         self.sent = self.sent.plus(collectives.reduce_scatter_links(self.codec, layout, self.ranks, self.node))
         parts = _in_one_dtype(gradients)
         given = _rows(parts, layout, slice(0, self.ranks)).flatten() if self.codec.shares_scales else parts
-        reduced = collectives.reduce_scatter(given, self.group, self.codec, layout, mu=self._mu, out=out)
+        reduced = collectives.reduce_scatter(
+            given, self.group, self.codec, layout, mu=self._mu, out=out, peers=self.peers
+        )
         self._note(reduced, self.ranks * layout.coded_size)
         if self._measured_row is not None and self.rounds:
             self.energy += self._scatter_energy(parts, out, layout, self._measured_row)

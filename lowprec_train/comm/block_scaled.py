@@ -83,17 +83,27 @@ class BlockScaledCodec:
         return all(self._unchanged(part, rows * size) for part, size in zip(parts, sizes, strict=True))
 
     def encode(
-        self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
+        self,
+        parts: Sequence[Tensor],
+        rows: int,
+        layout: FlatLayout,
+        scales: Tensor | None = None,
+        *,
+        inner: int = 1,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Encode in one pass, or return the elements as bytes if they are sent unchanged."""
-        if inner == 1 and len(parts) == 1 and self.sends_unchanged(parts, rows, layout):
+        if out is None and inner == 1 and len(parts) == 1 and self.sends_unchanged(parts, rows, layout):
             return parts[0].view(torch.uint8).view(rows, -1)
-        encode = torch.ops.lowprec.encode_gradients
-        return encode(parts, rows, *self._table(parts, layout), self.format.name, self.block, inner)
+        table, format = self._table(parts, layout), self.format.name
+        if out is None:
+            out = torch.empty(rows, row_bytes(*table, format, self.block), dtype=torch.uint8, device=parts[0].device)
+        torch.ops.lowprec.encode_gradients(out, parts, *table, format, self.block, inner)
+        return out
 
     def decode(
         self,
-        wire: Tensor,
+        wire: Tensor | Sequence[Tensor],
         parts: Sequence[Tensor],
         layout: FlatLayout,
         scales: Tensor | None = None,
@@ -103,8 +113,9 @@ class BlockScaledCodec:
         by_range: bool = False,
     ) -> None:
         """Decode in one pass, for any number of senders."""
+        wires, table = [wire] if isinstance(wire, Tensor) else wire, self._table(parts, layout)
         decode = torch.ops.lowprec.decode_gradients
-        decode(wire, parts, *self._table(parts, layout), self.format.name, self.block, senders, inner, by_range)
+        decode(wires, parts, *table, self.format.name, self.block, senders, inner, by_range)
 
     def _table(self, parts: Sequence[Tensor], layout: FlatLayout) -> tuple[list[int], list[int]]:
         """Return the ranges of `parts` as ops take them: the layout's, or the whole row as one without scales."""

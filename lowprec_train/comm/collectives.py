@@ -1,6 +1,7 @@
 """Reduce-scatter and all-reduce of gradients in a codec's wire format.
 
     reduce_scatter   encode, unless elements are sent as they lie | all-to-all of bytes | decode and sum in rank order
+                     or: encode | decode and sum, which reads the other GPUs' memory (symmetric_memory.py)
     all_reduce       reduce_scatter, then encode again | all-gather | decode
 
 If the codec chooses so, from sizes that all ranks know (`GradCodec.sends_whole`), `all_reduce` instead gathers every
@@ -29,6 +30,7 @@ from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.nodes import Links, Nodes, links, ring
 from lowprec_train.comm.process_group import ALL_GATHER, DistributedGroup, all_to_all_each
+from lowprec_train.comm.symmetric_memory import PeerRows
 
 
 class Reduced(NamedTuple):
@@ -54,6 +56,7 @@ def reduce_scatter(
     *,
     mu: Tensor | None = None,
     out: Tensor | None = None,
+    peers: PeerRows | None = None,
 ) -> Reduced:
     """Return the sum over ranks of this rank's row.
 
@@ -65,6 +68,8 @@ def reduce_scatter(
         layout: the ranges of one row; the same on every rank.
         mu: head-room of a codec that shares scales, 0-dim FP32 in [1/ranks, 1] (`MuSchedule.mu`).
         out: FP32 [layout.size] for the sum; None: it is allocated.
+        peers: memory that all ranks of the group read, for a codec with its own scales and ranks on one node; None:
+            encoded rows are sent. Elements that are sent as they lie are sent in either case.
 
     Returns:
         The sum. A non-finite element of any rank makes its block NaN on the rank that owns it, as in any reduce-scatter
@@ -84,6 +89,14 @@ def reduce_scatter(
     if nodes.ranks == 1:
         for part, piece in zip(parts, of_parts.pieces(out), strict=True):
             piece.copy_(part.view(-1))
+        return Reduced(out)
+    if peers is not None and not codec.sends_unchanged(parts, nodes.ranks, of_parts):
+        assert nodes.inside is None and scales is None, (
+            "ranks read each other's rows on one node, with their own scales"
+        )
+        width = codec.row_bytes(layout)
+        codec.encode(parts, nodes.ranks, of_parts, out=peers.to_write(width))
+        codec.decode(peers.to_read(width), row.pieces(out), row, senders=nodes.ranks)
         return Reduced(out)
     return _scattered(parts, of_parts, out, nodes, codec, row, scales)
 

@@ -37,6 +37,7 @@ from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.comm.nodes import Links, Nodes
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import SharedScaleCodec
+from lowprec_train.comm.symmetric_memory import SymmetricRows
 from lowprec_train.numerics.formats import parse_format
 
 SAMPLE_INTERVAL = 16  # steps; a measured step rounds its gradients a second time
@@ -229,6 +230,7 @@ def attach(
     shard_group: dist.ProcessGroup | Nodes | None,
     replica_group: dist.ProcessGroup | Nodes | None = None,
     measured: bool = True,
+    symmetric_memory: bool = False,
 ) -> Reducer:
     """Reduce the gradients of every `fully_shard` unit of a model as `reduction` says, as sums in FP32.
 
@@ -238,9 +240,11 @@ def attach(
         shard_group: of that mesh, by node if there are several. None: nothing is sharded, as with one process.
         replica_group: the ranks with the same shards. None: this rank alone.
         measured: whether the rounding of some steps is measured.
+        symmetric_memory: whether the ranks of `shard_group`, GPUs of one node, read each other's encoded gradients.
 
     Raises:
         ValueError: a pattern of `reduction.exclude` that matches no parameter.
+        RuntimeError: `symmetric_memory`, and a GPU cannot read the memory of another.
     """
     _check_patterns(reduction.exclude, [name for name, _ in model.named_parameters()])
     names = {module: name for name, module in model.named_modules()}
@@ -248,11 +252,16 @@ def attach(
     devices = {p.device_mesh.device_type for _, parameters in units for p in parameters.values()}
     device, in_flight = devices.pop() if devices else "cpu", InFlight()
     shard, replicas = (Axis(group, reduction.codec, device) for group in (shard_group, replica_group))
+    layouts = []
     for unit, parameters in units:
         if parameters:
             shapes = {name: parameter.shape for name, parameter in parameters.items()}
-            layout = sharded_layout(shapes, shard.ranks, reduction.exclude)
-            reduce_with(unit, UnitSum(shard, replicas, layout), in_flight)
+            layouts.append(sharded_layout(shapes, shard.ranks, reduction.exclude))
+            reduce_with(unit, UnitSum(shard, replicas, layouts[-1]), in_flight)
+    if symmetric_memory and shard.ranks > 1:
+        largest = max(shard.ranks * shard.codec.row_bytes(layout) for layout in layouts)
+        of_shards = shard_group.whole if isinstance(shard_group, Nodes) else shard_group
+        shard.peers = SymmetricRows(largest, of_shards, torch.device(device, torch.cuda.current_device()))
     return Reducer(shard, replicas, in_flight, measured=measured)
 
 

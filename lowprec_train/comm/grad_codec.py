@@ -64,13 +64,20 @@ class GradCodec(Protocol):
         """Return whether the elements of a layout are sent as they lie, each range for itself, without `encode`."""
 
     def encode(
-        self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
+        self,
+        parts: Sequence[Tensor],
+        rows: int,
+        layout: FlatLayout,
+        scales: Tensor | None = None,
+        *,
+        inner: int = 1,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Encode the elements of a wire layout, of any float dtype, as bytes."""
+        """Encode the elements of a wire layout, of any float dtype, as bytes, in `out` if it is given."""
 
     def decode(
         self,
-        wire: Tensor,
+        wire: Tensor | Sequence[Tensor],
         parts: Sequence[Tensor],
         layout: FlatLayout,
         scales: Tensor | None = None,
@@ -80,7 +87,7 @@ class GradCodec(Protocol):
         by_range: bool = False,
     ) -> Tensor | None:
         """Write to `parts`, FP32, the sums of the rows of `senders`, in their order. wire: the senders' rows in turn;
-        or `by_range`, one row of each, unchanged: each range of all senders in turn.
+        or a tensor for each sender; or `by_range`, one row of each, unchanged: each range of all senders in turn.
 
         Returns the number of codes at the maximum in these sums, 0-dim int64; None if the sums are not codes.
         """

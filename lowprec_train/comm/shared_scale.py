@@ -80,16 +80,23 @@ class SharedScaleCodec:
         return False
 
     def encode(
-        self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
+        self,
+        parts: Sequence[Tensor],
+        rows: int,
+        layout: FlatLayout,
+        scales: Tensor | None = None,
+        *,
+        inner: int = 1,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Encode. Codes of a decoded sum are the sum's codes: s and its reciprocal lose less than half a step."""
-        assert scales is not None and inner == 1
+        assert scales is not None and inner == 1 and out is None
         encode = torch.ops.lowprec.encode_gradients_by
         return encode(parts, rows, *layout.table(), scales, self.format.name)
 
     def decode(
         self,
-        wire: Tensor,
+        wire: Tensor | Sequence[Tensor],
         parts: Sequence[Tensor],
         layout: FlatLayout,
         scales: Tensor | None = None,
@@ -99,7 +106,7 @@ class SharedScaleCodec:
         by_range: bool = False,
     ) -> Tensor:
         """Decode and sum. Sums of codes of several senders are codes themselves."""
-        assert scales is not None and inner == 1 and not by_range
+        assert scales is not None and inner == 1 and not by_range and isinstance(wire, Tensor)
         decode, every = torch.ops.lowprec.decode_gradients_by, self.every_addition
         return decode(wire, parts, *layout.table(), scales, self.format.name, senders, every)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.ops.formats import parse_format
-from lowprec_train.ops.schema import row_bytes, row_bytes_by, segment_groups, tile_shape
+from lowprec_train.ops.schema import row_bytes_by, segment_groups, tile_shape
 
 
 def _scale_like(x: Tensor, tile: list[int] | tuple[int, int]) -> Tensor:
@@ -132,10 +132,6 @@ def _in_place(*_):  # type: ignore[no-untyped-def]
     """Return nothing: the op writes to its arguments."""
 
 
-def _encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
-    return parts[0].new_empty((rows, row_bytes(sizes, coded, format, block)), dtype=torch.uint8)
-
-
 def _encode_gradients_by(parts, rows, sizes, coded, scales, format):  # type: ignore[no-untyped-def]
     return parts[0].new_empty((rows, row_bytes_by(sizes, coded, format)), dtype=torch.uint8)
 
@@ -251,7 +247,7 @@ FAKES: dict[str, Callable] = {
     "hadamard_half": _as_float32,
     "quantize_expanded": _quantize_expanded,
     "dequantize_expanded": _as_float32,
-    "encode_gradients": _encode_gradients,
+    "encode_gradients": _in_place,
     "decode_gradients": _in_place,
     "encode_gradients_by": _encode_gradients_by,
     "decode_gradients_by": lambda wire, *_: wire.new_empty((), dtype=torch.int64),

@@ -21,35 +21,46 @@ PARTS, FEW = [384, 90], [1, 0]
 
 def encode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
     """Return cases of `encode_gradients`. rows, bad: FP32 [4, sum(SIZES)]; `bad` has Inf and NaN."""
-    flat, how = rows.flatten(), (4, SIZES, CODED)
+    flat, how = rows.flatten(), (SIZES, CODED)
 
     def parts(x: Tensor) -> list[Tensor]:
         return [part.contiguous() for part in x.split(SIZES, 1)]
 
-    return {
-        "E4M3": (parts(rows), *how, "E4M3", 256, 1),
-        "E5M2 of BF16": (parts(rows.bfloat16()), *how, "E5M2", 256, 2),
-        "blocks of 33": (parts(rows.half()), *how, "E4M3", 33, 4),
-        "rows that end early": ([flat[:1301], flat[1304:1604]], 4, PARTS, FEW, "E4M3", 256, 1),
-        "an empty part": ([flat[:0], flat[:360]], 4, PARTS, FEW, "E5M2", 64, 2),
-        "BF16": ([flat[:2399]], 8, [300], [0], "BF16", 256, 4),
-        "FP32": ([flat[:2400].bfloat16()], 8, [300], [0], "FP32", 256, 1),
-        "Inf and NaN": (parts(bad), *how, "E4M3", 256, 1),
-        "Inf and NaN in BF16": ([bad.flatten()], 4, [sum(SIZES)], [0], "BF16", 256, 1),
+    cases: dict[str, tuple[int, list[Tensor], list[int], list[int], str, int, int]] = {
+        "E4M3": (4, parts(rows), *how, "E4M3", 256, 1),
+        "E5M2 of BF16": (4, parts(rows.bfloat16()), *how, "E5M2", 256, 2),
+        "blocks of 33": (4, parts(rows.half()), *how, "E4M3", 33, 4),
+        "rows that end early": (4, [flat[:1301], flat[1304:1604]], PARTS, FEW, "E4M3", 256, 1),
+        "an empty part": (4, [flat[:0], flat[:360]], PARTS, FEW, "E5M2", 64, 2),
+        "BF16": (8, [flat[:2399]], [300], [0], "BF16", 256, 4),
+        "FP32": (8, [flat[:2400].bfloat16()], [300], [0], "FP32", 256, 1),
+        "Inf and NaN": (4, parts(bad), *how, "E4M3", 256, 1),
+        "Inf and NaN in BF16": (4, [bad.flatten()], [sum(SIZES)], [0], "BF16", 256, 1),
     }
+    return {name: _with_wire(*given) for name, given in cases.items()}
+
+
+def _with_wire(
+    rows: int, parts: list[Tensor], sizes: list[int], coded: list[int], format: str, block: int, inner: int
+) -> tuple[Any, ...]:
+    """Return the arguments of `encode_gradients`, with a wire that has other bytes."""
+    wire = torch.full((rows, row_bytes(sizes, coded, format, block)), 7, dtype=torch.uint8)
+    return wire, parts, sizes, coded, format, block, inner
 
 
 def decode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Return encoded `encode_cases`, as rows of one sender, and with each row from another sender."""
+    """Return encoded `encode_cases`, as rows of one sender, and with each row from another sender, on one wire and on
+    wires apart.
+    """
     made: dict[str, tuple[Any, ...]] = {}
     for name, arguments in encode_cases(rows, bad).items():
-        parts, count, sizes, coded, format, block, inner = arguments
-        wire = encode_gradients(*arguments)
-        assert wire.shape[1] == row_bytes(sizes, coded, format, block)
+        wire, parts, sizes, coded, format, block, inner = arguments
+        encode_gradients(*arguments)
         whole = [torch.zeros(part.shape) for part in parts]
-        made[name] = (wire, whole, sizes, coded, format, block, 1, inner)
-        sums = [torch.zeros(size) for size in sizes]
-        made[f"{name}, summed"] = (wire, sums, sizes, coded, format, block, count, 1)
+        made[name] = ([wire], whole, sizes, coded, format, block, 1, inner)
+        for where, wires in {"": [wire], " from wires apart": [row[None] for row in wire]}.items():
+            sums = [torch.zeros(size) for size in sizes]
+            made[f"{name}, summed{where}"] = (wires, sums, sizes, coded, format, block, len(wire), 1)
     for name, sizes, sent in (
         ("BF16", [1400, 6, 390, 512], rows.bfloat16()),
         ("FP32", [1400, 520, 388], rows),
@@ -58,7 +69,7 @@ def decode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
         apart = [each.contiguous().view(torch.uint8).flatten() for each in sent.split(sizes, 1)]
         wire, sums = torch.cat(apart).view(len(rows), -1), [torch.zeros(size) for size in sizes]
         how = (sizes, [0] * len(sizes), "FP32" if name == "FP32" else "BF16", 256, len(rows), 1)
-        made[f"{name}, range by range"] = (wire, sums, *how, True)
+        made[f"{name}, range by range"] = ([wire], sums, *how, True)
     return made
 
 

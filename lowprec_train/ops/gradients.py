@@ -36,13 +36,16 @@ def places(rows: int, inner: int) -> list[int]:
     return [row % inner * (rows // inner) + row // inner for row in range(rows)]
 
 
-def encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
-    """Encode ranges to rows of bytes, uint8 [rows, row_bytes].
+def encode_gradients(wire, parts, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
+    """Encode ranges to rows of bytes, and write them to `wire`.
 
-    parts: for each range its elements in all rows: [rows, size] with any stride between rows, or 1-D with at most
-    rows * size elements; missing ones are zeros. A non-finite element makes its block NaN.
+    wire: uint8 [rows, row_bytes], dense. parts: for each range its elements in all rows: [rows, size] with any stride
+    between rows, or 1-D with at most rows * size elements; missing ones are zeros. A non-finite element makes its block
+    NaN. Raises ValueError for a wire of another size.
     """
-    width = row_bytes(sizes, coded, format, block)
+    rows, width = len(wire), row_bytes(sizes, coded, format, block)
+    if wire.shape != (rows, width) or wire.dtype != torch.uint8 or not wire.is_contiguous():
+        raise ValueError(f"rows of these ranges are dense uint8 [rows, {width}], not {wire.dtype} {list(wire.shape)}")
     plains, codes, exponents = [], [], []
     for part, size, has_codes in zip(parts, sizes, coded, strict=True):
         x = in_rows(part, rows, size)
@@ -52,20 +55,21 @@ def encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: 
             exponents.append(made[1])
         else:
             plains.append(plain(x, format))
-    wire = torch.cat([*plains, *codes, *exponents], dim=1)
-    wire = F.pad(wire, (0, width - wire.shape[1]))
-    made = torch.empty_like(wire)
-    made[places(rows, inner)] = wire
-    return made
+    made = torch.cat([*plains, *codes, *exponents], dim=1)
+    wire[places(rows, inner)] = F.pad(made, (0, width - made.shape[1]))
 
 
-def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner, by_range=False):  # type: ignore[no-untyped-def]
+def decode_gradients(wires, parts, sizes, coded, format, block, senders, inner, by_range=False):  # type: ignore[no-untyped-def]
     """Sum rows from several senders, and write the sums to `parts`.
 
-    wire: uint8 [senders * rows, row_bytes], the rows of each sender together; or `by_range`, with one row of each
+    wires: one tensor for each sender, uint8 [rows, row_bytes], dense, which may lie in the memory of another GPU; or
+    one for all, [senders * rows, row_bytes], the rows of each sender together, or `by_range`, with one row of each
     sender and no codes. parts: as in `encode_gradients`, FP32. Rows are decoded and added in the order of the senders,
-    in FP32.
+    in FP32. Raises ValueError for wires of another number or size.
     """
+    if len(wires) not in (1, senders) or any(each.shape != wires[0].shape for each in wires):
+        raise ValueError(f"{senders} senders have one wire each or one for all, not {[list(w.shape) for w in wires]}")
+    wire = wires[0] if len(wires) == 1 else torch.cat(list(wires))
     if wire.shape != (len(wire), row_bytes(sizes, coded, format, block)) or len(wire) % senders:
         raise ValueError(
             f"gradients of shape {tuple(wire.shape)} are not rows of {senders} senders with ranges of {sizes}"

@@ -110,10 +110,10 @@ SCHEMAS = {
         "(Tensor codes, Tensor scale, Tensor exponent, Tensor center, str format, int group, int segments) -> Tensor"
     ),
     "encode_gradients": (
-        "(Tensor[] parts, int rows, int[] sizes, int[] coded, str format, int block, int inner) -> Tensor"
+        "(Tensor(a!) wire, Tensor[] parts, int[] sizes, int[] coded, str format, int block, int inner) -> ()"
     ),
     "decode_gradients": (
-        "(Tensor wire, Tensor(a!)[] parts, int[] sizes, int[] coded, str format, int block, int senders, int inner,"
+        "(Tensor[] wires, Tensor(a!)[] parts, int[] sizes, int[] coded, str format, int block, int senders, int inner,"
         " bool by_range=False) -> ()"
     ),
     "encode_gradients_by": "(Tensor[] parts, int rows, int[] sizes, int[] coded, Tensor scales, str format) -> Tensor",

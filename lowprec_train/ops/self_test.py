@@ -56,10 +56,11 @@ def listed(output: Any) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output or ())
 
 
-def written(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Return the tensors of list arguments, which an in-place op may change."""
-    lists = (each for each in arguments if isinstance(each, list))
-    return tuple(x for each in lists for x in each if isinstance(x, Tensor))
+def written(op: str, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Return the tensors among the arguments, alone and in lists, that the op writes to."""
+    schema = getattr(torch.ops.lowprec, op).default._schema
+    given = [each for each, about in zip(arguments, schema.arguments) if about.alias_info and about.alias_info.is_write]
+    return tuple(x for each in given for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor))
 
 
 def _copied(argument: Any, device: torch.device) -> Any:
@@ -79,11 +80,11 @@ def check(
     remedy = remedy or f"build it again with `make kernels`, or remove {kernels.FOLDER / kernels.FILES[device.type]}"
     moved = tuple(_copied(each, device) for each in arguments)
     try:
-        got = [each.cpu() for each in (*listed(getattr(torch.ops.lowprec, op)(*moved)), *written(moved))]
+        got = [each.cpu() for each in (*listed(getattr(torch.ops.lowprec, op)(*moved)), *written(op, moved))]
     except Exception as error:
         raise kernels.KernelError(f"{what}, failed: {error}; {remedy}") from error
     agree = close if op in BOUNDED else same
-    expected = (*listed(library.EAGER[op](*arguments)), *written(arguments))
+    expected = (*listed(library.EAGER[op](*arguments)), *written(op, arguments))
     for index, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
         if not agree(_order_independent(mine), _order_independent(wanted)):
             raise kernels.KernelError(f"{what}, output {index}, differs from the reference; {remedy}")

@@ -150,6 +150,8 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
     chosen = choices(run, laid_out)
     chosen.check_memory(grid, on_gpu=device.type == "cuda")
     chosen.check_graph()
+    node_size = run.comm.get("node_size") or world.local_processes
+    checks.symmetric_memory(run, grid, construct(run.comm, "comm").codec, device, node_size or grid.processes)
     return distribute(
         laid_out.model,
         grid,
@@ -160,7 +162,7 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
         reshard=run.parallel.reshard_after_forward,
         blocks_per_unit=run.parallel.blocks_per_unit,
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
-        node_size=run.comm.get("node_size") or world.local_processes,
+        node_size=node_size,
     )
 
 

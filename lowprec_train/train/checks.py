@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.grad_codec import GradCodec
+from lowprec_train.comm.symmetric_memory import MOST_RANKS
 from lowprec_train.config import Compile, ParallelConfig, RunConfig, parse_resume
 from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.data import GRAD_REDUCE
-from lowprec_train.parallel.mesh import Sizes, check_nodes, sizes
+from lowprec_train.parallel.mesh import Sizes, check_nodes, groups_along, node_ranks, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.train import ranges
@@ -67,6 +70,24 @@ def layout(run: RunConfig, processes: int) -> Sizes:
     grid = sizes(processes, dp_replicate=parallel.dp_replicate, dp_shard=parallel.dp_shard, tp=parallel.tp)
     check_nodes(grid, run.comm.get("node_size"))
     return grid
+
+
+def symmetric_memory(run: RunConfig, grid: Sizes, codec: GradCodec, on: torch.device | str, node_size: int) -> None:
+    """Check `parallel.symmetric_memory`. on: the kind of device. node_size: processes per node."""
+    if not run.parallel.symmetric_memory or grid.dp_shard == 1:
+        return
+    node = node_ranks(groups_along(grid, "dp_shard"), node_size) or 1
+    needs = ""
+    if torch.device(on).type != "cuda":
+        needs = f"CUDA GPUs, and this run is on {torch.device(on).type}"
+    elif not isinstance(codec, BlockScaledCodec) or not codec.format.scaled:
+        needs = f"gradients in blocks of FP8 (comm=fp8 or comm=fp8_e5m2), and they are sent in {codec}"
+    elif node != grid.dp_shard or node > MOST_RANKS:
+        needs = (
+            f"all {grid.dp_shard} ranks of dp_shard on one node, at most {MOST_RANKS}, and a node has {node} of them"
+        )
+    if needs:
+        raise ValueError(f"parallel.symmetric_memory=true needs {needs}; use parallel.symmetric_memory=false")
 
 
 def choices(parallel: ParallelConfig) -> None:

@@ -87,6 +87,7 @@ class Distribution:
             shard_group=self.mesh.nodes("dp_shard"),
             replica_group=replicas,
             measured=measured,
+            symmetric_memory=parallel.symmetric_memory,
         )
         partial = tensor.summed_over_tp(model) if self.sizes.tp > 1 else ()
         all_gather, parts = None, self.mesh.group("tp") if self.sizes.tp > 1 else None

@@ -1,5 +1,7 @@
 """What a rank does in the tests of collectives: every case, one after the other."""
 
+import tempfile
+
 import torch
 import torch.distributed as dist
 
@@ -7,13 +9,40 @@ from lowprec_train.comm import collectives
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import MuSchedule, SharedScaleCodec
+from lowprec_train.comm.symmetric_memory import SymmetricRows
 from tests.comm.cases import CASES, RANKS, ROW, Case, gradients, of_two_ranks
 
+SIZE = 1 << 16  # bytes of a buffer that all ranks read, enough for every case
 
-def run(case, rank, device="cpu"):
+
+class RowsInFiles:
+    """`PeerRows` of processes: a file for each rank, which all of them map. turns: what was called."""
+
+    def __init__(self):
+        folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+        dist.broadcast_object_list(folder)
+        names = [f"{folder[0]}/{rank}" for rank in range(dist.get_world_size())]
+        self.buffers = [torch.from_file(name, shared=True, size=SIZE, dtype=torch.uint8) for name in names]
+        self.turns = []
+
+    def to_write(self, row_bytes):
+        dist.barrier()
+        self.turns.append("write")
+        mine = self.buffers[dist.get_rank()]
+        mine.fill_(7)
+        return mine[: len(self.buffers) * row_bytes].view(-1, row_bytes)
+
+    def to_read(self, row_bytes):
+        dist.barrier()
+        self.turns.append("read")
+        first = dist.get_rank() * row_bytes
+        return [each[first : first + row_bytes][None] for each in self.buffers]
+
+
+def run(case, rank, device="cpu", **more):
     """This rank's result, on the CPU."""
     collective, mu = getattr(collectives, case.kind), torch.tensor(case.mu, device=device)
-    found = collective(case.given(rank, device), None, case.codec, case.layout, mu=mu)
+    found = collective(case.given(rank, device), None, case.codec, case.layout, mu=mu, **more)
     return found.total.cpu() if found.at_maximum is None else (found.total.cpu(), share(found, case).cpu())
 
 
@@ -67,10 +96,47 @@ def subgroups(rank):
     }
 
 
+def of_own_scales(cases):
+    """The reduce-scatters that may read what other ranks have encoded, by name."""
+    return {
+        name: case for name, case in cases.items() if case.kind == "reduce_scatter" and not case.codec.shares_scales
+    }
+
+
+def from_peers(rank):
+    """(results of `of_own_scales` from files that all ranks map, whether each read them), {case: pair}."""
+    peers, found = RowsInFiles(), {}
+    for name, case in of_own_scales(CASES).items():
+        before = len(peers.turns)
+        result = run(case, rank, peers=peers)
+        found[name] = result, peers.turns[before:]
+    return found
+
+
 def work(rank):
     """Over gloo, on RANKS ranks: {case: result}."""
     results = {name: run(case, rank) for name, case in CASES.items()}
-    return results | {"schedule": scheduled(rank), "refusals": refusals(), **subgroups(rank)}
+    results |= {"from peers": from_peers(rank), "schedule": scheduled(rank), "refusals": refusals()}
+    return results | subgroups(rank)
+
+
+def in_symmetric_memory(rank):
+    """On two GPUs: {case: (result, results of three replays of a CUDA graph, with other gradients before the last)}."""
+    device = torch.device("cuda", rank)
+    rows, found = SymmetricRows(SIZE, None, device), {}
+    for name, case in of_own_scales({name: of_two_ranks(case) for name, case in CASES.items()}).items():
+        result, given = run(case, rank, device=device, peers=rows), case.given(rank, device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = collectives.reduce_scatter(given, None, case.codec, case.layout, peers=rows).total
+        replays = []
+        for last in (False, False, True):
+            for each in [given] if isinstance(given, torch.Tensor) else given:
+                each.mul_(-2.0 if last else 1.0)
+            graph.replay()
+            replays.append(total.cpu())
+        found[name] = result, replays
+    return found
 
 
 def work_on_gpu(rank):

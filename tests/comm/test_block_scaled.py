@@ -10,6 +10,7 @@ from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.ops.gradients import E8M0
 from tests.comm import simulation
 from tests.comm.cases import ROW, encoded, gradients, ranges, row, summed, with_value
+from tests.ops.wire_data import rows_of
 
 SHARES = {"E4M3": 0.026, "E5M2": 0.052}  # S9: of sqrt(sum_i |g_i|^2)
 WEIGHT = row(1 << 16)
@@ -166,5 +167,5 @@ def test_plain_elements_are_their_quantisers_codes(format):
     edges = torch.tensor([3.4e38, -3.4e38, 3.3895e38, float("inf"), -float("inf"), 0.0, -0.0, 1e-45])
     x = torch.cat([torch.randn(248) * 2.0 ** torch.randint(-130, 120, (248,)), edges])[None]
     codes = Quantizer(format, (1, -1))(x).codes
-    wire = torch.ops.lowprec.encode_gradients([x], 1, [256], [0], format.name, 256, 1)
+    wire = rows_of(torch.ops.lowprec.encode_gradients, [x], 1, [256], [0], format.name, 256, 1)
     assert torch.equal(wire, codes.view(torch.uint8))

@@ -6,10 +6,10 @@ import torch
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
 from lowprec_train.comm.shared_scale import SharedScaleCodec
-from lowprec_train.numerics.formats import BF16, E4M3, E5M2
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 from tests.comm import simulation
 from tests.comm.cases import CASES, RANKS, ROW, of_two_ranks, ranges, row
-from tests.comm.processes import work, work_on_gpu
+from tests.comm.processes import in_symmetric_memory, of_own_scales, work, work_on_gpu
 from tests.distributed import run_distributed
 
 SHARED = [name for name, case in CASES.items() if case.codec.shares_scales]
@@ -65,6 +65,32 @@ def test_shared_scale_equals_the_simulation(results, name):
     for rank, value in enumerate(values):
         assert same_bits(results[rank][name][0], value), rank
         assert results[rank][name][1] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("name", of_own_scales(CASES))
+def test_rows_read_from_other_ranks_equal_the_simulation(results, name):
+    """Elements that are sent as they lie are sent."""
+    case, format = CASES[name], CASES[name].codec.format
+    unchanged = format in (BF16, FP32) and case.flats[0].dtype == format.carrier
+    for rank, value in enumerate(expected(case)):
+        found, turns = results[rank]["from peers"][name]
+        assert same_bits(found, value), rank
+        assert turns == ([] if unchanged else ["write", "read"])
+
+
+@pytest.fixture(scope="module")
+def results_in_symmetric_memory():
+    """What two GPUs computed that read each other's memory."""
+    return run_distributed(in_symmetric_memory, 2, backend="nccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", of_own_scales(CASES))
+def test_gpus_that_read_each_other_equal_the_simulation(results_in_symmetric_memory, name):
+    for rank, value in enumerate(expected(of_two_ranks(CASES[name]))):
+        found, (first, second, doubled) = results_in_symmetric_memory[rank][name]
+        assert same_bits(found, value) and same_bits(first, value) and same_bits(second, value), rank
+        assert same_bits(doubled, -2.0 * value), rank
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from lowprec_train.ops import library
 from lowprec_train.ops.gradients import decode_gradients, encode_gradients, places
 from lowprec_train.ops.schema import row_bytes
 from tests.comm import simulation
-from tests.ops.wire_data import DTYPES, KINDS, RANGES, gradients, payloads, same
+from tests.ops.wire_data import DTYPES, KINDS, RANGES, gradients, payloads, rows_of, same
 
 LIVE = library.live_kernels(torch.device("cpu"))["encode_gradients"]
 CASES = [(name, format) for name, (_, coded, _) in RANGES.items() for format in payloads(coded)]
@@ -19,14 +19,14 @@ CASES = [(name, format) for name, (_, coded, _) in RANGES.items() for format in 
 
 def encoded(op, x, name, format, inner=1):
     sizes, coded, block = RANGES[name]
-    return op(list(x.split(sizes, 1)), len(x), sizes, coded, format, block, inner)
+    return rows_of(op, list(x.split(sizes, 1)), len(x), sizes, coded, format, block, inner)
 
 
 def summed(op, wire, name, format, senders, inner=1):
     sizes, coded, block = RANGES[name]
     rows = len(wire) // senders
     parts = [torch.full((rows, size) if rows > 1 else (size,), 7.0) for size in sizes]
-    op(wire, parts, sizes, coded, format, block, senders, inner)
+    op([wire], parts, sizes, coded, format, block, senders, inner)
     return torch.cat([part.view(rows, -1) for part in parts], 1)
 
 
@@ -72,11 +72,11 @@ def test_what_a_part_lacks_is_zeros_and_is_not_written(length, format):
     whole = x.clone()
     whole[length:] = 0.0
     encode, decode = torch.ops.lowprec.encode_gradients, torch.ops.lowprec.decode_gradients
-    wire = encode([x[:length]], 4, [256], coded, format, 64, 1)
-    assert torch.equal(wire, encode_gradients([whole], 4, [256], coded, format, 64, 1))
+    wire = rows_of(encode, [x[:length]], 4, [256], coded, format, 64, 1)
+    assert torch.equal(wire, rows_of(encode_gradients, [whole], 4, [256], coded, format, 64, 1))
     back, rest = torch.full((1024,), 7.0), torch.full((1024,), 7.0)
-    decode(wire, [back[:length]], [256], coded, format, 64, 1, 1)
-    decode_gradients(wire, [rest], [256], coded, format, 64, 1, 1)
+    decode([wire], [back[:length]], [256], coded, format, 64, 1, 1)
+    decode_gradients([wire], [rest], [256], coded, format, 64, 1, 1)
     assert torch.equal(back[:length], rest[:length]) and (back[length:] == 7).all()
 
 
@@ -87,11 +87,11 @@ def test_ranges_of_a_wider_buffer():
     parts = [x[:, 3:1003], x[:, 1500:1596]]
     dense = [part.contiguous() for part in parts]
     how = (4, *RANGES["small blocks"][:2], "E4M3", 32, 1)
-    assert torch.equal(encode(parts, *how), encode_gradients(dense, *how))
+    assert torch.equal(rows_of(encode, parts, *how), rows_of(encode_gradients, dense, *how))
     into, expected = torch.zeros(4, 2000), torch.zeros(4, 2000)
-    wire = encode(parts, *how)
+    wire = rows_of(encode, parts, *how)
     for op, out in ((torch.ops.lowprec.decode_gradients, into), (decode_gradients, expected)):
-        op(wire, [out[:, 3:1003], out[:, 1500:1596]], *how[1:5], 1, 1)
+        op([wire], [out[:, 3:1003], out[:, 1500:1596]], *how[1:5], 1, 1)
     assert torch.equal(into, expected) and into[:, 3:1003].any() and not into[:, 1003:1500].any()
 
 
@@ -102,35 +102,68 @@ def test_other_dtypes_go_by_fp32(op):
 
 
 @pytest.mark.parametrize(("name", "format"), CASES)
-def test_bytes_are_what_the_schema_says(name, format):
+def test_bytes_of_a_row(name, format):
+    """Plain elements, whole blocks of codes with a byte for the scale of each, and one byte if that is odd."""
     sizes, coded, block = RANGES[name]
-    wire = encoded(torch.ops.lowprec.encode_gradients, gradients(2, sum(sizes), "normal"), name, format)
-    assert wire.shape == (2, row_bytes(sizes, coded, format, block)) and wire.shape[1] % 2 == 0
-    fake = torch.ops.lowprec.encode_gradients(
-        [torch.empty(2, s, device="meta") for s in sizes], 2, sizes, coded, format, block, 1
-    )
-    assert fake.shape == wire.shape and fake.dtype == torch.uint8
+    blocks = [-(-size // block) for size, has_codes in zip(sizes, coded, strict=True) if has_codes]
+    plain = sum(size for size, has_codes in zip(sizes, coded, strict=True) if not has_codes)
+    count = plain * (4 if format == "FP32" else 2) + sum(blocks) * (block + 1)
+    assert row_bytes(sizes, coded, format, block) == count + count % 2
 
 
 @pytest.mark.parametrize("encode", [encode_gradients, torch.ops.lowprec.encode_gradients])
 @pytest.mark.parametrize(
     "change",
-    [{0: [torch.zeros(2, 9)]}, {0: [torch.zeros(21)]}, {1: 3, 6: 2}, {2: [0]}, {3: [1, 1]}, {4: "BF16"}, {5: 0}],
+    [
+        {0: torch.zeros(2, 15, dtype=torch.uint8)},
+        {0: torch.zeros(2, 16)},
+        {0: torch.zeros(16, 2, dtype=torch.uint8).t()},
+        {1: [torch.zeros(2, 9)]},
+        {1: [torch.zeros(21)]},
+        {0: torch.zeros(3, 16, dtype=torch.uint8), 6: 2},
+        {2: [0]},
+        {3: [1, 1]},
+        {4: "BF16"},
+        {5: 0},
+    ],
 )
 def test_what_is_refused(encode, change):
-    arguments = dict(enumerate(([torch.zeros(2, 10)], 2, [10], [1], "E4M3", 4, 1)))
+    wire = torch.zeros(2, 16, dtype=torch.uint8)
+    arguments = dict(enumerate((wire, [torch.zeros(2, 10)], [10], [1], "E4M3", 4, 1)))
     encode(*arguments.values())
     with pytest.raises((ValueError, RuntimeError)):
         encode(*(arguments | change).values())
 
 
 @pytest.mark.parametrize("decode", [decode_gradients, torch.ops.lowprec.decode_gradients])
-@pytest.mark.parametrize("change", [{0: torch.zeros(2, 8, dtype=torch.uint8)}, {1: [torch.zeros(9)]}, {6: 3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {0: [torch.zeros(2, 8, dtype=torch.uint8)]},
+        {0: [torch.zeros(1, 16, dtype=torch.uint8)] * 3},
+        {0: [torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.uint8)]},
+        {1: [torch.zeros(2, 10)]},
+        {6: 3},
+    ],
+)
 def test_a_wire_that_does_not_fit_is_refused(decode, change):
-    wire = encode_gradients([torch.zeros(2, 10)], 2, [10], [1], "E4M3", 4, 1)
-    arguments = dict(enumerate((wire, [torch.zeros(10)], [10], [1], "E4M3", 4, 2, 1)))
+    wire = rows_of(encode_gradients, [torch.zeros(2, 10)], 2, [10], [1], "E4M3", 4, 1)
+    arguments = dict(enumerate(([wire], [torch.zeros(10)], [10], [1], "E4M3", 4, 2, 1)))
     decode(*arguments.values())
-    if isinstance(change.get(1), list):
-        change = {1: [torch.zeros(2, 10)]}
+    decode(*(arguments | {0: list(wire.split(1))}).values())
     with pytest.raises((ValueError, RuntimeError)):
         decode(*(arguments | change).values())
+
+
+@pytest.mark.parametrize("decode", [decode_gradients, torch.ops.lowprec.decode_gradients])
+@pytest.mark.parametrize(("name", "format"), CASES)
+def test_wires_apart_have_the_sums_of_one_wire(decode, name, format):
+    """Each sender's rows in memory of its own."""
+    sizes, coded, block = RANGES[name]
+    wire = encoded(encode_gradients, gradients(6, sum(sizes), "normal"), name, format, inner=2)
+    for senders in (3, 6):
+        sums = [[torch.zeros(6 // senders, size) for size in sizes] for _ in range(2)]
+        apart = [rows.clone() for rows in wire.split(6 // senders)]
+        for wires, parts in zip(([wire], apart), sums, strict=True):
+            decode(wires, parts, sizes, coded, format, block, senders, 1)
+        assert all(same(*pair) for pair in zip(*sums, strict=True)), senders

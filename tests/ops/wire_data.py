@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowprec_train.ops.schema import row_bytes
+
 # name -> (sizes of ranges, which of them are coded, block)
 RANGES = {
     "one": ([4096], [1], 256),
@@ -23,6 +25,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def payloads(coded: list[int]) -> list[str]:
     return ["E4M3", "E5M2"] + ([] if any(coded) else ["BF16", "FP32"])
+
+
+def rows_of(encode, parts: list[Tensor], rows: int, sizes, coded, format: str, block: int, inner: int) -> Tensor:
+    """The rows that `encode` writes over other bytes."""
+    wire = torch.full((rows, row_bytes(sizes, coded, format, block)), 7, dtype=torch.uint8, device=parts[0].device)
+    encode(wire, parts, sizes, coded, format, block, inner)
+    return wire
 
 
 def gradients(rows: int, size: int, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:

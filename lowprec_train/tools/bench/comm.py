@@ -28,6 +28,7 @@ from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.grad_codec import GradCodec, sqnr_db
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.comm.shared_scale import SharedScaleCodec
+from lowprec_train.comm.symmetric_memory import SymmetricRows
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 from lowprec_train.tools.bench.result import cause
@@ -120,7 +121,9 @@ def random_gradients(size: int, device: torch.device) -> Tensor:
 
 
 def contestants(kind: str, layout: FlatLayout, ranks: int, device: torch.device) -> list[Contestant]:
-    """Return the contestants. The first is FP32 in rank order, the reference of the others."""
+    """Return the contestants. The first is FP32 in rank order, the reference of the others. On GPUs that share a node,
+    FP8 is reduced through symmetric memory too.
+    """
     sent_by = getattr(collectives, f"{kind}_bytes")
     codecs: dict[str, GradCodec] = {format.name: BlockScaledCodec(format) for format in (FP32, BF16, E4M3, E5M2)}
     codecs["shared-scale E4M3"] = SharedScaleCodec()
@@ -135,7 +138,20 @@ def contestants(kind: str, layout: FlatLayout, ranks: int, device: torch.device)
         )
         for name, codec in codecs.items()
     ]
+    if kind == "reduce_scatter" and device.type == "cuda":
+        found += [_read_by_peers(codecs[name], layout, ranks, device) for name in ("E4M3", "E5M2")]
     return [*found, *(_library(kind, layout, ranks, format.carrier) for format in (FP32, BF16)), shared]
+
+
+def _read_by_peers(codec: GradCodec, layout: FlatLayout, ranks: int, device: torch.device) -> Contestant:
+    """Return a reduce-scatter whose ranks read each other's memory; the bytes are those that other ranks read."""
+    peers = SymmetricRows(ranks * codec.row_bytes(layout), None, device)
+
+    def reduce(flat: Tensor) -> Tensor:
+        return collectives.reduce_scatter(flat, None, codec, layout, peers=peers).total
+
+    sent = collectives.reduce_scatter_bytes(codec, layout, ranks)
+    return Contestant(kind="reduce_scatter", name=f"{codec}, symmetric memory", reduce=reduce, sent=sent)
 
 
 def _library(kind: str, layout: FlatLayout, ranks: int, dtype: torch.dtype) -> Contestant:

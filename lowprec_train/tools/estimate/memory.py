@@ -87,6 +87,8 @@ def memory(subject: Subject, reduction: Reduction) -> Memory:
     }
     if moved := offload.slots(subject) + offload.buffers(subject):
         standing["on the way to and from the host"] = moved
+    if rows := peer_rows(subject, reduction):
+        standing["gradients that other GPUs read"] = rows
     moments = {label: standing | changing for label, changing in _backward(subject, reduction, saved, again)}
     return Memory(moments=moments, saved=saved)
 
@@ -180,6 +182,15 @@ def gathered(subject: Subject, *, last_block: int) -> int:
     return rounded + staying + sum(blocks[: last_block // together + 1])
 
 
+def peer_rows(subject: Subject, reduction: Reduction) -> int:
+    """Return the bytes of the buffer that the other GPUs read: the rows of the largest unit."""
+    ranks, together = subject.sizes.dp_shard, subject.run.parallel.blocks_per_unit
+    if ranks == 1 or not subject.run.parallel.symmetric_memory:
+        return 0
+    units = traffic.units([w for w in subject.weights if w.matrix], together).values()
+    return ranks * max(reduction.codec.row_bytes(traffic.layout(unit, subject.sizes, reduction)) for unit in units)
+
+
 def sent_unchanged(subject: Subject, reduction: Reduction, matrices: Sequence[Weight]) -> bool:
     """Return whether the gradients of a unit's matrices are sent from where they lie (`GradCodec.sends_unchanged`)."""
     codec, ranks = reduction.codec, subject.sizes.dp_shard
@@ -234,7 +245,7 @@ class Gradients:
         and receives in their reduction, its own part included.
         """
         matrices, ranks = [w for w in weights if w.matrix], self._sizes.dp_shard
-        if ranks == 1 or not matrices:
+        if ranks == 1 or not matrices or self._subject.run.parallel.symmetric_memory:
             return self.whole(weights)
         layout = traffic.layout(matrices, self._sizes, self._reduction)
         sent = reduce_scatter_bytes(self._reduction.codec, layout, ranks)

@@ -14,7 +14,7 @@ from lowprec_train.tools.estimate.memory import memory
 from lowprec_train.tools.estimate.step_time import step_time
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import between_nodes, node_size, traffic
-from lowprec_train.train import build
+from lowprec_train.train import build, checks
 from lowprec_train.train.logging import metrics
 
 GIB, GB = 2**30, 1e9
@@ -27,6 +27,7 @@ def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = No
     """
     subject = Subject(run=run, gpus=gpus)
     reduction: Reduction = build.construct(run.comm, "comm")
+    checks.symmetric_memory(run, subject.sizes, reduction.codec, "cuda", node_size(reduction))
     needed, sent = memory(subject, reduction), traffic(subject, reduction)
     nic = between_nodes(subject, reduction)
     moment, peak = needed.peak
