@@ -121,7 +121,7 @@ def work(rank):
 
 
 def in_symmetric_memory(rank):
-    """On two GPUs: {case: (result, results of three replays of a CUDA graph, with other gradients before the last)}."""
+    """On two GPUs: {case: (result, results of three replays of a graph, with gradients doubled before the last)}."""
     device = torch.device("cuda", rank)
     rows, found = SymmetricRows(SIZE, None, device), {}
     for name, case in of_own_scales({name: of_two_ranks(case) for name, case in CASES.items()}).items():
@@ -132,7 +132,7 @@ def in_symmetric_memory(rank):
         replays = []
         for last in (False, False, True):
             for each in [given] if isinstance(given, torch.Tensor) else given:
-                each.mul_(-2.0 if last else 1.0)
+                each.mul_(2.0 if last else 1.0)
             graph.replay()
             replays.append(total.cpu())
         found[name] = result, replays

@@ -90,7 +90,7 @@ def test_gpus_that_read_each_other_equal_the_simulation(results_in_symmetric_mem
     for rank, value in enumerate(expected(of_two_ranks(CASES[name]))):
         found, (first, second, doubled) = results_in_symmetric_memory[rank][name]
         assert same_bits(found, value) and same_bits(first, value) and same_bits(second, value), rank
-        assert same_bits(doubled, -2.0 * value), rank
+        assert same_bits(doubled, 2.0 * value), rank
 
 
 @pytest.mark.gpu

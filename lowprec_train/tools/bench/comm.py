@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
-from lowprec_train.train import build
+from lowprec_train.train import build, launch
 from lowprec_train.train.compose import composed
 from lowprec_train.train.cuda_graph import prepare_nccl
 
@@ -138,17 +139,20 @@ def contestants(kind: str, layout: FlatLayout, ranks: int, device: torch.device)
         )
         for name, codec in codecs.items()
     ]
-    if kind == "reduce_scatter" and device.type == "cuda":
+    if kind == "reduce_scatter" and device.type == "cuda" and launch.world().local_processes == ranks:
         found += [_read_by_peers(codecs[name], layout, ranks, device) for name in ("E4M3", "E5M2")]
     return [*found, *(_library(kind, layout, ranks, format.carrier) for format in (FP32, BF16)), shared]
 
 
 def _read_by_peers(codec: GradCodec, layout: FlatLayout, ranks: int, device: torch.device) -> Contestant:
     """Return a reduce-scatter whose ranks read each other's memory; the bytes are those that other ranks read."""
-    peers = SymmetricRows(ranks * codec.row_bytes(layout), None, device)
+
+    @cache
+    def peers() -> SymmetricRows:
+        return SymmetricRows(ranks * codec.row_bytes(layout), None, device)
 
     def reduce(flat: Tensor) -> Tensor:
-        return collectives.reduce_scatter(flat, None, codec, layout, peers=peers).total
+        return collectives.reduce_scatter(flat, None, codec, layout, peers=peers()).total
 
     sent = collectives.reduce_scatter_bytes(codec, layout, ranks)
     return Contestant(kind="reduce_scatter", name=f"{codec}, symmetric memory", reduce=reduce, sent=sent)
