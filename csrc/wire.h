@@ -86,9 +86,10 @@ inline Wire wire_of_shared(std::vector<Tensor>& parts, int64_t rows, const std::
 }
 
 // Rows of bytes as they are made or sent: uint8 [rows, row_bytes], dense.
-inline void check_rows(const Tensor& rows, int64_t row_bytes) {
-  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(1) == row_bytes && rows.scalar_type() == ScalarType::Byte && rows.is_contiguous(),
-                  "rows of these ranges are dense uint8 [rows, ", row_bytes, "]");
+inline void check_rows(const Tensor& rows, int64_t row_bytes, const Tensor& part) {
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(1) == row_bytes && rows.scalar_type() == ScalarType::Byte &&
+                      rows.is_contiguous() && rows.is_cuda() == part.is_cuda(),
+                  "rows of these ranges are dense uint8 [rows, ", row_bytes, "] on their device");
 }
 
 // For decoding; parts are the sums. sent: the wire of each sender, or one of all.
@@ -96,8 +97,11 @@ inline Wire wire_of_sent(const std::vector<Tensor>& sent, std::vector<Tensor>& p
                          const std::vector<int64_t>& coded, const std::string& format, int64_t block, int64_t senders,
                          int64_t inner, bool by_range) {
   const int64_t wires = static_cast<int64_t>(sent.size());
-  STD_TORCH_CHECK(senders >= 1 && (wires == 1 || wires == senders), senders, " senders have one wire each or one for all, not ", wires);
-  STD_TORCH_CHECK(sent[0].dim() == 2 && sent[0].size(0) * wires % senders == 0, "these wires have no rows of ", senders, " senders");
+  STD_TORCH_CHECK(senders >= 1 && (wires == 1 || wires == senders), senders,
+                  " senders have one wire each or one for all, not ", wires);
+  STD_TORCH_CHECK(wires == 1 || !by_range, "wires apart are not sent range by range");
+  STD_TORCH_CHECK(sent[0].dim() == 2 && sent[0].size(0) * wires % senders == 0, "these wires have no rows of ", senders,
+                  " senders");
   for (const Tensor& part : parts) STD_TORCH_CHECK(part.scalar_type() == ScalarType::Float, "sums are FP32");
   Wire made = wire_of(parts, sent[0].size(0) * wires / senders, sizes, coded, format, block, inner);
   made.by_range = by_range;
@@ -105,7 +109,7 @@ inline Wire wire_of_sent(const std::vector<Tensor>& sent, std::vector<Tensor>& p
     STD_TORCH_CHECK(!by_range || (made.rows == 1 && !has_codes), "only one row without codes is sent range by range");
   }
   for (const Tensor& each : sent) {
-    check_rows(each, made.row_bytes);
+    check_rows(each, made.row_bytes, parts[0]);
     STD_TORCH_CHECK(each.size(0) == sent[0].size(0), "senders have equally many rows");
   }
   return made;

@@ -333,7 +333,9 @@ def read_yaml(path: Path) -> DictConfig:
     """Read the settings of a YAML file. Raises ValueError, with the path, if there are none."""
     try:
         found = OmegaConf.load(path)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} is not YAML: {_fault(error)}") from error
     if not isinstance(found, DictConfig) or not found:
         raise ValueError(f"{path} holds no settings; it is empty or was cut off")

@@ -244,6 +244,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(launch, 
 
 def test_a_run_goes_back_and_keeps_what_it_had(launch, trained, tmp_path):
     run, kept = tmp_path / "runs" / "run", tmp_path / "runs" / "run.1"
+    (run / "evaluation.json").write_text('{"step": 12}')  # of the weights that are left behind
     before = contents(run)
     status, out, err = launch("name=run", "steps=12", "resume=step-4")
     assert (status, err) == (0, "") and "resuming after step 4 of 12" in out
@@ -255,6 +256,7 @@ def test_a_run_goes_back_and_keeps_what_it_had(launch, trained, tmp_path):
         path: content for path, content in after.items() if path.name != "latest"
     }
     assert json.loads((run / "run.json").read_text())["history"] == ["run runs/run goes back to step 4"]
+    assert (kept / "evaluation.json").exists() and not (run / "evaluation.json").exists()
 
 
 def test_the_same_command_after_a_crash_does_not_go_back_again(launch, run, trained):

@@ -46,7 +46,7 @@ void encode_gradients(const Tensor& made, std::vector<Tensor> parts, std::vector
                       std::vector<int64_t> coded, std::string format, int64_t block, int64_t inner) {
   const int64_t rows = made.size(0);
   const Wire wire = wire_of(parts, rows, sizes, coded, format, block, inner);
-  check_rows(made, wire.row_bytes);
+  check_rows(made, wire.row_bytes, parts[0]);
   uint8_t* out = mutable_data_of<uint8_t>(made);
   for (int64_t r = 0; wire.padded && r < rows; ++r) out[(r + 1) * wire.row_bytes - 1] = 0;
   const ScaleRule how = scale_rule_of(wire.format, Rule::POW2, 1.0, 0);
@@ -71,7 +71,8 @@ void decode_gradients(std::vector<Tensor> sent, std::vector<Tensor> parts, std::
   const Wire wire = wire_of_sent(sent, parts, sizes, coded, format, block, senders, inner, by_range);
   const char* data = static_cast<const char*>(sent[0].const_data_ptr());
   const auto rows_of = [&](int64_t s) {
-    return sent.size() == 1 ? data + s * wire.rows * wire.row_bytes : static_cast<const char*>(sent[s].const_data_ptr());
+    if (sent.size() == 1) return data + s * wire.rows * wire.row_bytes;
+    return static_cast<const char*>(sent[s].const_data_ptr());
   };
   for_blocks(wire, [&](const WireRange& range, int64_t r, int64_t first, int64_t n) {
     n = elements_left(range, r, first, n);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int TABLE = 48, WIRE_THREADS = 256, WARPS = WIRE_THREADS / 32, STEP = 128, BLOCK = 256;
 constexpr int DECODED = 512, ENCODED_BYTES = 4096;  // per warp: elements that it writes, bytes that it reads
-constexpr int WIRES = 64;                           // at most, if each sender has its own
+constexpr int WIRES = 64;  // at most, if each sender has its own; MOST_RANKS of comm/symmetric_memory.py
 template <typename In>
 constexpr int ENCODED = ENCODED_BYTES / sizeof(In);
 
@@ -339,7 +339,8 @@ bool by_vectors(const Wire& wire, const WireRange& range, const std::vector<cons
 // Calls launch(table, grid) for every TABLE ranges. each: elements per warp; in an encode without vectors a warp has
 // one block instead.
 template <typename Launch>
-void for_tables(const Wire& wire, const std::vector<const uint8_t*>& bytes, int64_t each, bool encodes, const Launch& launch) {
+void for_tables(const Wire& wire, const std::vector<const uint8_t*>& bytes, int64_t each, bool encodes,
+                const Launch& launch) {
   STD_TORCH_CHECK(wire.rows < 65536, "a wire of ", wire.rows, " rows");
   for (size_t begin = 0; begin < wire.ranges.size(); begin += TABLE) {
     Table table{};
@@ -370,7 +371,7 @@ void with_codes(Format format, const Body& body) {
 void encode_gradients(const Tensor& made, std::vector<Tensor> parts, std::vector<int64_t> sizes,
                       std::vector<int64_t> coded, std::string format, int64_t block, int64_t inner) {
   const Wire wire = wire_of(parts, made.size(0), sizes, coded, format, block, inner);
-  check_rows(made, wire.row_bytes);
+  check_rows(made, wire.row_bytes, parts[0]);
   if (wire.rows == 0) return;
   uint8_t* out = mutable_data_of<uint8_t>(made);
   const ScaleRule how = scale_rule_of(wire.format, Rule::POW2, 1.0, 0);

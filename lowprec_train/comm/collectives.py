@@ -75,10 +75,12 @@ def reduce_scatter(
         The sum. A non-finite element of any rank makes its block NaN on the rank that owns it, as in any reduce-scatter
         (BF16 keeps Inf and NaN); under a shared scale it makes its parameter NaN on every rank.
     Raises:
-        ValueError: sizes that do not fit together, elements without a float dtype, an `out` that is not
-        FP32.
+        ValueError: sizes that do not fit together, elements without a float dtype, an `out` that is not FP32, `peers`
+        for several nodes or for a shared scale.
     """
     nodes, row, scales = _by_node(group, codec), codec.wire_layout(layout), None
+    if peers is not None and (nodes.inside is not None or codec.shares_scales):
+        raise ValueError(f"ranks read each other's rows on one node and with their own scales, not {codec}")
     if isinstance(given, Tensor):
         rows, out = _rows(given, nodes.ranks, layout), _sums(out, given, layout)
         parts, of_parts = row.pieces(rows), row
@@ -91,9 +93,6 @@ def reduce_scatter(
             piece.copy_(part.view(-1))
         return Reduced(out)
     if peers is not None and not codec.sends_unchanged(parts, nodes.ranks, of_parts):
-        assert nodes.inside is None and scales is None, (
-            "ranks read each other's rows on one node, with their own scales"
-        )
         width = codec.row_bytes(layout)
         codec.encode(parts, nodes.ranks, of_parts, out=peers.to_write(width))
         codec.decode(peers.to_read(width), row.pieces(out), row, senders=nodes.ranks)

@@ -258,10 +258,10 @@ def attach(
             shapes = {name: parameter.shape for name, parameter in parameters.items()}
             layouts.append(sharded_layout(shapes, shard.ranks, reduction.exclude))
             reduce_with(unit, UnitSum(shard, replicas, layouts[-1]), in_flight)
-    if symmetric_memory and shard.ranks > 1:
+    if symmetric_memory and shard.ranks > 1 and layouts:
         largest = max(shard.ranks * shard.codec.row_bytes(layout) for layout in layouts)
         of_shards = shard_group.whole if isinstance(shard_group, Nodes) else shard_group
-        shard.peers = SymmetricRows(largest, of_shards, torch.device(device, torch.cuda.current_device()))
+        shard.peers = SymmetricRows(largest, of_shards, torch.device(device))
     return Reducer(shard, replicas, in_flight, measured=measured)
 
 

@@ -20,7 +20,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 READ, WRITTEN = 0, 1  # channels of the barriers
-MOST_RANKS = 64  # whose addresses the decode kernel takes
+MOST_RANKS = 64  # whose addresses the decode kernel takes: WIRES of csrc/cuda/gradients.cu
 
 
 class PeerRows(Protocol):

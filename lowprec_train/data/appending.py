@@ -22,9 +22,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from lowprec_train import json_schema
 from lowprec_train.data.finding import shown
 from lowprec_train.data.indexed import to_disk, write_index
+from lowprec_train.json_schema import FLAG, OBJECT, WHOLE
 
+STATE = {"identity": OBJECT, "remembered": OBJECT, "whole": FLAG, "documents": WHOLE, "tokens": WHOLE, "open?": WHOLE}
 _LONGEST = 2**31 - 1  # tokens of a document: an int32 in the index
 
 
@@ -64,8 +67,12 @@ class AppendingWriter:
 
     def __enter__(self) -> AppendingWriter:
         if not self.complete:
-            self._bin = _cut(self._directory / "bin", self.tokens * self._dtype.itemsize)
-            self._lengths = _cut(self._directory / "lengths", self.documents * 4)
+            try:
+                self._bin = _cut(self._directory / "bin", self.tokens * self._dtype.itemsize)
+                self._lengths = _cut(self._directory / "lengths", self.documents * 4)
+            except ValueError:
+                self._lock.close()
+                raise
         return self
 
     def __exit__(
@@ -132,7 +139,13 @@ class AppendingWriter:
         path = self._directory / "state.json"
         if not path.exists():
             return {"remembered": {}, "whole": False, "documents": 0, "tokens": 0}
-        state: dict[str, Any] = json.loads(path.read_text())
+        try:
+            state: dict[str, Any] = json.loads(path.read_text())
+            wrong = json_schema.fault(state, STATE)
+        except ValueError as error:
+            wrong = f"it is not JSON: {error}"
+        if wrong:
+            raise ValueError(f"{path}: {wrong}; remove {self._directory} to start again")
         differ = [key for key, value in self._identity.items() if state["identity"].get(key) != value]
         if differ:
             told = [f"{key} {difference(state['identity'].get(key), self._identity[key])}" for key in differ]
@@ -188,8 +201,10 @@ def _locked(directory: Path) -> IO[bytes]:
 
 
 def _cut(path: Path, size: int) -> IO[bytes]:
-    """Truncate the file to `size` bytes and open it for appending."""
+    """Truncate the file to `size` bytes and open it for appending. Raises ValueError if it has fewer."""
     path.touch()
+    if (there := path.stat().st_size) < size:
+        raise ValueError(f"{path} has {there:,} of {size:,} bytes; remove {path.parent} to start again")
     os.truncate(path, size)
     return path.open("ab")
 

@@ -13,9 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowprec_train import json_schema
 from lowprec_train.data.appending import write_whole
+from lowprec_train.json_schema import TEXT, WHOLE, Listed, Named
 
 LAYOUT = 1
+FILE = {"bytes": WHOLE, "sha256": TEXT}
+SCHEMA = {
+    **dict.fromkeys(("documents", "tokens", "text_bytes", "empty", "bad", "inexact_cuts", "layout"), WHOLE),
+    **dict.fromkeys(("dtype", "field"), TEXT),
+    "tokenizer": {"file": TEXT, "sha256": TEXT, "vocab_size": WHOLE, "eod?": WHOLE},
+    "inputs": Listed({"name": TEXT, **FILE}),
+    "files": {"bin": FILE, "idx": FILE},
+    "versions": Named(TEXT),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +81,8 @@ class Manifest:
         write_whole(manifest_path(prefix), text.encode())
 
     def _check_types(self) -> None:
-        if not all(isinstance(entry, dict) and "bytes" in entry for entry in dict(self.files).values()):
-            raise ValueError(f"files is {self.files!r}")
-        if missing := {"file", "sha256", "vocab_size", "eod"} - dict(self.tokenizer).keys():
-            raise ValueError(f"tokenizer has no {', '.join(sorted(missing))}")
+        if wrong := json_schema.fault(dataclasses.asdict(self), SCHEMA):
+            raise ValueError(wrong)
 
     def _check_sizes(self, prefix: str | Path) -> None:
         for ending, entry in self.files.items():

@@ -62,14 +62,18 @@ def encode_gradients(wire, parts, sizes, coded, format, block, inner):  # type: 
 def decode_gradients(wires, parts, sizes, coded, format, block, senders, inner, by_range=False):  # type: ignore[no-untyped-def]
     """Sum rows from several senders, and write the sums to `parts`.
 
-    wires: one tensor for each sender, uint8 [rows, row_bytes], dense, which may lie in the memory of another GPU; or
-    one for all, [senders * rows, row_bytes], the rows of each sender together, or `by_range`, with one row of each
-    sender and no codes. parts: as in `encode_gradients`, FP32. Rows are decoded and added in the order of the senders,
+    wires: one tensor for each sender, uint8 [rows, row_bytes], which may lie in the memory of another GPU; or one for
+    all, [senders * rows, row_bytes], the rows of each sender together, or `by_range`, with one row of each sender and
+    no codes. parts: as in `encode_gradients`, FP32. Rows are decoded and added in the order of the senders,
     in FP32. Raises ValueError for wires of another number or size.
     """
     if len(wires) not in (1, senders) or any(each.shape != wires[0].shape for each in wires):
         raise ValueError(f"{senders} senders have one wire each or one for all, not {[list(w.shape) for w in wires]}")
+    if by_range and len(wires) > 1:
+        raise ValueError(f"{len(wires)} wires apart are not sent range by range")
     wire = wires[0] if len(wires) == 1 else torch.cat(list(wires))
+    if wire.dtype != torch.uint8:
+        raise ValueError(f"wires are uint8, not {wire.dtype}")
     if wire.shape != (len(wire), row_bytes(sizes, coded, format, block)) or len(wire) % senders:
         raise ValueError(
             f"gradients of shape {tuple(wire.shape)} are not rows of {senders} senders with ranges of {sizes}"

@@ -30,6 +30,7 @@ from lowprec_train.comm.fsdp_units import fsdp_units
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.nodes import Links
+from lowprec_train.comm.process_group import ALL_GATHER
 from lowprec_train.group import sum_in_order
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
@@ -326,7 +327,7 @@ def _in_rank_order_fp64(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor
     if group is None:
         return flat
     parts = flat.new_empty(group.size() * flat.numel())
-    dist.all_gather_into_tensor(parts, flat, group=group)
+    ALL_GATHER(parts, flat, group=group)
     return sum_in_order(parts.split(flat.numel()))
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Collection, Mapping
@@ -315,4 +316,6 @@ def _cause(error: BaseException) -> str:
     """Return the first line of an error's root cause, with the rank if there are several."""
     met = sorted(error.failures) if isinstance(error, CheckpointException) and dist.is_initialized() else []
     root = _root(error)
+    if isinstance(root, pickle.UnpicklingError):  # torch's text proposes to load code from the file
+        return f"{f'rank {met[0]}: ' if met else ''}a file is damaged: it cannot be unpickled"
     return f"{f'rank {met[0]}: ' if met else ''}{(str(root) or type(root).__name__).splitlines()[0]}"

@@ -83,9 +83,7 @@ def symmetric_memory(run: RunConfig, grid: Sizes, codec: GradCodec, on: torch.de
     elif not isinstance(codec, BlockScaledCodec) or not codec.format.scaled:
         needs = f"gradients in blocks of FP8 (comm=fp8 or comm=fp8_e5m2), and they are sent in {codec}"
     elif node != grid.dp_shard or node > MOST_RANKS:
-        needs = (
-            f"all {grid.dp_shard} ranks of dp_shard on one node, at most {MOST_RANKS}, and a node has {node} of them"
-        )
+        needs = f"all {grid.dp_shard} ranks of dp_shard, at most {MOST_RANKS}, on one node of {node_size} processes"
     if needs:
         raise ValueError(f"parallel.symmetric_memory=true needs {needs}; use parallel.symmetric_memory=false")
 

@@ -28,7 +28,7 @@ from lowprec_train.train.construct import construct
 from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.identity import family, longer, runs
 from lowprec_train.train.logging.sinks import read_lines
-from lowprec_train.train.rundir import ENDED, RESTORE, RunDirectory
+from lowprec_train.train.rundir import ENDED, EVALUATION, RESTORE, RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -224,14 +224,15 @@ def rewind(directory: RunDirectory, step: int) -> None:
     if later or (directory.done and _last_step(run / LINES[0]) > step):
         log.info("results after step %d are kept in %s", step, _moved(run, later))
     folder.point_to(checkpoints, step)
-    (run / "DONE").unlink(missing_ok=True)
+    for name in ("DONE", EVALUATION):
+        (run / name).unlink(missing_ok=True)
 
 
 def _moved(run: Path, later: Sequence[int]) -> Path:
     """Create a run directory with copies of a run's files, move the later checkpoints there, and return its path."""
     kept = aside(run)
     (kept / "checkpoints").mkdir(parents=True)
-    for name in ("run.json", "recipe.json", *LINES, "DONE", "PREEMPTED", "DIVERGED", "config.yaml"):
+    for name in ("run.json", "recipe.json", *LINES, "DONE", "PREEMPTED", "DIVERGED", "config.yaml", EVALUATION):
         if (run / name).exists():
             shutil.copy2(run / name, kept / name)
     for each in later[::-1]:

@@ -29,6 +29,7 @@ from lowprec_train.train.launch import first
 
 log = logging.getLogger(__name__)
 
+EVALUATION = "evaluation.json"  # losses of the finished run, of `lowprec study`
 RESTORE = "restore it, or use resume=never to move the run aside and start again"
 ENDED = "it only records how the last launch ended: remove it to continue from the last checkpoint"
 _UNREADABLE = {"DONE": ENDED, "PREEMPTED": ENDED, "DIVERGED": ENDED}

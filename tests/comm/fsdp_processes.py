@@ -6,9 +6,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lowprec_train.comm import fsdp
 from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.fsdp import attach, managed
 from tests.comm.fsdp_cases import CASES, FROZEN, LAYOUTS, SHAPES, VECTOR, build, normal
+from tests.comm.processes import RowsInFiles
 
 POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -22,9 +24,9 @@ def sharded(mesh, dtype):
     return model
 
 
-def attached(model, mesh, reduction):
+def attached(model, mesh, reduction, **more):
     groups = {"shard_group": mesh.get_group("dp_shard"), "replica_group": mesh.get_group("dp_replicate")}
-    return attach(model, reduction=reduction, **groups)
+    return attach(model, reduction=reduction, **groups, **more)
 
 
 def constants(case, rank, micro, device):
@@ -41,10 +43,10 @@ def backward(model, case, rank, device):
         model(constants(case, rank, micro, device)).backward()
 
 
-def run(case, mesh, rank):
+def run(case, mesh, rank, **more):
     """Whole gradients as this rank's shard axis holds them, the step's metrics, and the state after it."""
     model = sharded(mesh, case.dtype)
-    reducer = attached(model, mesh, case.reduction)
+    reducer = attached(model, mesh, case.reduction, **more)
     if case.state:
         reducer.load_state_dict({"ranks": reducer.state_dict()["ranks"], **case.state})
     backward(model, case, rank, mesh.device_type)
@@ -57,6 +59,20 @@ def run(case, mesh, rank):
         "vector": named[VECTOR].grad.cpu(),
         "metrics": {name: float(value) for name, value in reducer.metrics().items()},
         "state": {name: value.cpu() for name, value in reducer.state_dict().items()},
+    }
+
+
+READ = ("e4m3", "e5m2", "each-e4m3", "bf16-parameters-e4m3")
+
+
+def read_by_peers(meshes, rank):
+    """Results of `READ` where ranks of a shard group read each other's gradients, on CPUs from files."""
+    if meshes["shard"].device_type == "cpu":
+        fsdp.SymmetricRows = RowsInFiles
+    return {
+        (name, case): run(CASES[case], mesh, rank, symmetric_memory=True)
+        for name, mesh in meshes.items()
+        for case in READ
     }
 
 
@@ -145,6 +161,7 @@ def everything(rank, device):
         for name, sizes in LAYOUTS.items()
     }
     results = {(name, case): run(CASES[case], mesh, rank) for name, mesh in meshes.items() for case in CASES}
+    results["read by peers"] = read_by_peers(meshes, rank)
     results["buffers"], results["orders"] = buffers(meshes["shard"], rank), orders(meshes["shard"])
     results["without"] = without("blocks.1.second.cube", meshes["shard"], rank)
     results["followed"], results["resumed"] = followed(meshes["hybrid"], rank), resumed(meshes)

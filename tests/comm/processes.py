@@ -1,5 +1,6 @@
 """What a rank does in the tests of collectives: every case, one after the other."""
 
+import shutil
 import tempfile
 
 import torch
@@ -16,26 +17,29 @@ SIZE = 1 << 16  # bytes of a buffer that all ranks read, enough for every case
 
 
 class RowsInFiles:
-    """`PeerRows` of processes: a file for each rank, which all of them map. turns: what was called."""
+    """`PeerRows` of processes of a group: a file for each rank, which all of them map. turns: what was called."""
 
-    def __init__(self):
-        folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-        dist.broadcast_object_list(folder)
-        names = [f"{folder[0]}/{rank}" for rank in range(dist.get_world_size())]
-        self.buffers = [torch.from_file(name, shared=True, size=SIZE, dtype=torch.uint8) for name in names]
-        self.turns = []
+    def __init__(self, size, group, device):
+        self.group, self.rank, self.turns = group or dist.group.WORLD, dist.get_rank(group), []
+        folder = [tempfile.mkdtemp()] if self.rank == 0 else [None]
+        dist.broadcast_object_list(folder, group=self.group, group_src=0)
+        names = [f"{folder[0]}/{rank}" for rank in range(self.group.size())]
+        self.buffers = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+        dist.barrier(self.group)
+        if self.rank == 0:
+            shutil.rmtree(folder[0])  # what is mapped stays
 
     def to_write(self, row_bytes):
-        dist.barrier()
+        dist.barrier(self.group)
         self.turns.append("write")
-        mine = self.buffers[dist.get_rank()]
+        mine = self.buffers[self.rank]
         mine.fill_(7)
         return mine[: len(self.buffers) * row_bytes].view(-1, row_bytes)
 
     def to_read(self, row_bytes):
-        dist.barrier()
+        dist.barrier(self.group)
         self.turns.append("read")
-        first = dist.get_rank() * row_bytes
+        first = self.rank * row_bytes
         return [each[first : first + row_bytes][None] for each in self.buffers]
 
 
@@ -105,7 +109,7 @@ def of_own_scales(cases):
 
 def from_peers(rank):
     """(results of `of_own_scales` from files that all ranks map, whether each read them), {case: pair}."""
-    peers, found = RowsInFiles(), {}
+    peers, found = RowsInFiles(SIZE, None, "cpu"), {}
     for name, case in of_own_scales(CASES).items():
         before = len(peers.turns)
         result = run(case, rank, peers=peers)

@@ -16,7 +16,7 @@ from lowprec_train.comm.layout import sharded_layout
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 from tests.comm.fsdp_cases import CASES, LAYOUTS, PLAIN, RANKS, SHAPES, UNITS
-from tests.comm.fsdp_processes import everything
+from tests.comm.fsdp_processes import READ, everything
 from tests.distributed import run_distributed
 
 SHARES = {"e4m3": 0.0265, "e5m2": 0.053, "bf16": 0.00166}  # S9: of sqrt(sum_i |g_i|^2), one rounding
@@ -86,6 +86,17 @@ def test_one_axis_adds_as_one_process_does_and_hybrid_sharding_by_groups(results
             assert ((found["hybrid"] - alone).abs() <= bound).all()
             apart |= not torch.equal(found["hybrid"], alone)
     assert apart
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", READ)
+def test_gradients_that_peers_read_are_those_that_are_sent(results, name, layout):
+    """Bit for bit, with the bytes and errors that are reported."""
+    for result in results:
+        sent, read = result[layout, name], result["read by peers"][layout, name]
+        assert sent["metrics"] == read["metrics"]
+        for parameter in SHAPES:
+            assert torch.equal(sent["gradients"][parameter], read["gradients"][parameter]), parameter
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

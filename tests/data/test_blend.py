@@ -1,5 +1,6 @@
 """Megatron's datasets as a corpus: blends, splits, and the hash that names them."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -95,7 +96,8 @@ def manifest(prefix: str, **tokenizer) -> None:
     """Beside a dataset, the manifest that says who made it."""
     told = {"file": "tokenizer.model", "sha256": "a", "vocab_size": 1500, "eod": 1} | tokenizer
     numbers = {"documents": 100, "tokens": 2000, "text_bytes": 9, "empty": 0, "bad": 0}
-    about = {"dtype": "uint16", "field": "text", "inputs": [], "files": {}, "versions": {}}
+    files = {end: {"bytes": Path(f"{prefix}.{end}").stat().st_size, "sha256": "a"} for end in ("bin", "idx")}
+    about = {"dtype": "uint16", "field": "text", "inputs": [], "files": files, "versions": {}}
     Manifest(**numbers, **about, tokenizer=told).write(Path(prefix))
 
 
@@ -118,9 +120,18 @@ def test_the_manifest_says_the_vocabulary(prefixes, tmp_path):
         build(both)
     manifest(prefixes[1])
     assert build(both, vocab_size=None).vocab_size == 1500
-    Path(f"{prefixes[1]}.manifest.json").write_text('{"documents": 1}')
-    with pytest.raises(ValueError, match=r"b\.manifest\.json: not a manifest of `lowprec prepare-data`"):
-        build(both, vocab_size=None)
+    whole = json.loads(Path(f"{prefixes[1]}.manifest.json").read_text())
+    for damaged in (
+        {"documents": 1},
+        whole | {"files": {}},
+        whole | {"files": []},
+        whole | {"tokens": "abc"},
+        whole | {"inputs": [{}]},
+        whole | {"tokenizer": whole["tokenizer"] | {"vocab_size": None}},
+    ):
+        Path(f"{prefixes[1]}.manifest.json").write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match=r"b\.manifest\.json: not a manifest of `lowprec prepare-data`"):
+            build(both, vocab_size=None)
 
 
 def test_explicit_validation(prefixes):

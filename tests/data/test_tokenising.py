@@ -107,6 +107,46 @@ def test_killed_again_and_again(root, place, monkeypatch):
     assert files(place) == files(root / "once" / "all")
 
 
+def interrupt(root, place, monkeypatch):
+    """Begin, commit some chunks, and die."""
+    monkeypatch.setattr(tokenising, "time", SimpleNamespace(monotonic=itertools.count(step=0.4).__next__))
+    calls = itertools.count()
+
+    def report(_) -> None:
+        if next(calls) == 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        prepare(job(root), place, report)
+    return appending.unfinished(place)
+
+
+@pytest.mark.parametrize("name", ["bin", "lengths"])
+def test_an_unfinished_file_that_lost_its_end_is_refused(root, place, monkeypatch, name):
+    file = interrupt(root, place, monkeypatch) / name
+    state = json.loads((file.parent / "state.json").read_text())
+    size = state["documents"] * 4 if name == "lengths" else state["tokens"] * 2
+    os.truncate(file, size // 2)
+    with pytest.raises(
+        ValueError, match=rf"{name} has {size // 2:,} of {size:,} bytes; remove .*all\.unfinished to start"
+    ):
+        prepare(job(root), place)
+    shutil.rmtree(file.parent)
+    prepare(job(root), place)
+    assert files(place) == files(root / "once" / "all")
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [("", "it is not JSON"), ("{", "it is not JSON"), ("{}", "it lacks identity"), ("[]", "it is .*, not an object")],
+)
+def test_a_damaged_state_is_one_error(root, place, monkeypatch, content, fault):
+    state = interrupt(root, place, monkeypatch) / "state.json"
+    state.write_text(content)
+    with pytest.raises(ValueError, match=rf"state\.json: {fault}.*; remove .*all\.unfinished to start again"):
+        prepare(job(root), place)
+
+
 @pytest.mark.parametrize("renames", range(5))
 def test_killed_while_files_get_their_names(root, place, monkeypatch, renames):
     real, left = os.replace, itertools.count()

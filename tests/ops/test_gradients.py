@@ -120,7 +120,7 @@ def test_bytes_of_a_row(name, format):
         {0: torch.zeros(16, 2, dtype=torch.uint8).t()},
         {1: [torch.zeros(2, 9)]},
         {1: [torch.zeros(21)]},
-        {0: torch.zeros(3, 16, dtype=torch.uint8), 6: 2},
+        {0: torch.zeros(3, 16, dtype=torch.uint8), 1: [torch.zeros(3, 10)], 6: 2},
         {2: [0]},
         {3: [1, 1]},
         {4: "BF16"},
@@ -142,6 +142,7 @@ def test_what_is_refused(encode, change):
         {0: [torch.zeros(2, 8, dtype=torch.uint8)]},
         {0: [torch.zeros(1, 16, dtype=torch.uint8)] * 3},
         {0: [torch.zeros(1, 16, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.uint8)]},
+        {0: [torch.zeros(2, 16)]},
         {1: [torch.zeros(2, 10)]},
         {6: 3},
     ],
@@ -167,3 +168,11 @@ def test_wires_apart_have_the_sums_of_one_wire(decode, name, format):
         for wires, parts in zip(([wire], apart), sums, strict=True):
             decode(wires, parts, sizes, coded, format, block, senders, 1)
         assert all(same(*pair) for pair in zip(*sums, strict=True)), senders
+
+
+@pytest.mark.parametrize("decode", [decode_gradients, torch.ops.lowprec.decode_gradients])
+def test_wires_apart_are_not_sent_range_by_range(decode):
+    wires, sums = [torch.zeros(1, 20, dtype=torch.uint8)] * 3, [torch.zeros(4), torch.zeros(6)]
+    decode([torch.cat(wires)], sums, [4, 6], [0, 0], "BF16", 256, 3, 1, True)
+    with pytest.raises((ValueError, RuntimeError), match="not sent range by range"):
+        decode(wires, sums, [4, 6], [0, 0], "BF16", 256, 3, 1, True)

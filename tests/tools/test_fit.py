@@ -87,6 +87,17 @@ def test_what_excludes_a_choice_is_reported_and_nothing_may_fit(capsys):
     assert "take micro_batch=64" in capsys.readouterr().out
 
 
+def test_a_micro_batch_that_was_asked_for_stays(capsys):
+    """Of all settings; one that does not fit is not made smaller."""
+    room = total("micro_batch=4")
+    for micro_batch in (2, 4, 64):
+        found = fits((*TINY, f"micro_batch={micro_batch}"), int(room / SHARE) + 1, None)
+        assert {fit.micro_batch for fit in found} <= {0, micro_batch}
+        assert found[0].micro_batch == (0 if micro_batch == 64 else micro_batch)
+    assert cli.main(["estimate", "--fit", f"{room / 8 / 2**30:.9f}GiB", *TINY, "micro_batch=64"]) == 0
+    assert "take micro_batch" not in capsys.readouterr().out
+
+
 def test_fewer_tokens_a_step_are_proposed_where_no_micro_batch_fits(capsys):
     """The weights' gradients, which only a step of one micro-batch does without, are most of this model."""
     wide = (*TINY[:-1], "model.dim=512", "model.ffn=2048")

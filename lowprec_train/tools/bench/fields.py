@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowprec_train.tools import json_schema
-from lowprec_train.tools.json_schema import FINITE, FLAG, NUMBER, POSITIVE, TEXT, WHOLE, Kind, Listed, Named, Schema
+from lowprec_train import json_schema
+from lowprec_train.json_schema import FINITE, FLAG, NUMBER, POSITIVE, TEXT, WHOLE, Kind, Listed, Named, Schema
 
 CATEGORIES = ("parameters", "optimizer states", "gradients", "activations", "transient")  # of `bench.memory`
 

@@ -15,15 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
+from lowprec_train import json_schema
 from lowprec_train.config import read_object, read_yaml
-from lowprec_train.tools.json_schema import FINITE, WHOLE
+from lowprec_train.json_schema import FINITE, TEXT, WHOLE, Listed
 from lowprec_train.train.identity import flatten
 
 LOSS = "train/loss"
 VALID = "valid/loss"
 TOKENS = "data/tokens"
 INCOMPLETE = "incomplete"  # status of a finished run whose metrics.jsonl lacks its end
-
+INFO = {
+    "deviations?": Listed(TEXT),
+    "overrides?": Listed(TEXT),
+    "device?": TEXT,
+    "tokenizer?": TEXT,
+    "parameters?": WHOLE,
+}
 Array = NDArray[Any]
 
 
@@ -113,6 +120,8 @@ def read_info(path: Path) -> dict[str, Any]:
     info = read_object(source)
     if not info.get("corpus_hash"):
         raise ValueError(f"{source} has no corpus_hash, so it is not known whether the runs saw the same data")
+    if wrong := json_schema.fault(info, INFO):
+        raise ValueError(f"{source}: {wrong}; restore it")
     return info
 
 

@@ -72,8 +72,10 @@ def fits(overrides: Sequence[str], size: int, gpus: int | None, device: Device |
 def shorter(overrides: Sequence[str], size: int, gpus: int | None, device: Device | None = None) -> Fit | None:
     """Return a fit with fewer tokens a step, in one micro-batch, and the last of `choices`; None if none fits.
 
-    Of halves of the run's tokens, the most that fit. For a run of which nothing fits.
+    Of halves of the run's tokens, the most that fit. For a run of which nothing fits, without a micro-batch of its own.
     """
+    if _names_micro_batch(overrides):
+        return None
     settings, dp = choices(overrides)[-1], grid(composed(*overrides).parallel, gpus).dp
     try:
         run = composed(*overrides, *settings)
@@ -87,6 +89,10 @@ def shorter(overrides: Sequence[str], size: int, gpus: int | None, device: Devic
             if found["memory"]["total"] <= SHARE * size:
                 return Fit(settings=(*settings, f"tokens_per_step={tokens}"), micro_batch=sequences, found=found)
     return None
+
+
+def _names_micro_batch(overrides: Sequence[str]) -> bool:
+    return "micro_batch" in {key(each) for each in overrides}
 
 
 def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
@@ -113,6 +119,10 @@ def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, e
     run = composed(*overrides, *settings)
     ranges.check(run)
     checks.sequence(run)
+    if _names_micro_batch(overrides):
+        found = estimated(run)
+        fitting = found["memory"]["total"] <= room
+        return Fit(settings=settings, micro_batch=run.micro_batch * fitting, found=found if fitting else None)
     most, rest = divmod(run.tokens_per_step, run.data["seq_len"] * dp)
     if rest:
         raise ValueError(

@@ -245,11 +245,12 @@ class Gradients:
         and receives in their reduction, its own part included.
         """
         matrices, ranks = [w for w in weights if w.matrix], self._sizes.dp_shard
-        if ranks == 1 or not matrices or self._subject.run.parallel.symmetric_memory:
+        if ranks == 1 or not matrices:
             return self.whole(weights)
         layout = traffic.layout(matrices, self._sizes, self._reduction)
         sent = reduce_scatter_bytes(self._reduction.codec, layout, ranks)
-        buffers = 1 if sent_unchanged(self._subject, self._reduction, matrices) else 2
+        unchanged = sent_unchanged(self._subject, self._reduction, matrices)
+        buffers = 1 if unchanged else 0 if self._subject.run.parallel.symmetric_memory else 2
         return self.whole(weights) + buffers * sent * ranks // (ranks - 1)
 
     def _alone(self, weight: Weight) -> int:

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from lowprec_train import json_schema
 from lowprec_train.config import read_object, read_yaml
 from lowprec_train.data.appending import write_whole
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.loader import Batch, Dataset
+from lowprec_train.json_schema import NUMBER, Named
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.tools import json_schema
-from lowprec_train.tools.json_schema import NUMBER, Named
 from lowprec_train.tools.study import sharpness
 from lowprec_train.train import checks
 from lowprec_train.train.construct import construct
+from lowprec_train.train.rundir import EVALUATION
 from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained
 
-FILE = "evaluation.json"
 SHARP = 256  # samples whose last token gives the sharpness
 
 
@@ -40,9 +40,9 @@ def read(run: Path) -> dict[str, Any]:
     ValueError, with the path, for other content.
     """
     advice = "remove it to evaluate the run again"
-    found = read_object(run / FILE, advice=advice)
+    found = read_object(run / EVALUATION, advice=advice)
     if wrong := json_schema.fault(found, {"loss?": Named(NUMBER), "sharpness?": Named(NUMBER)}):
-        raise ValueError(f"{run / FILE}: {wrong}; {advice}")
+        raise ValueError(f"{run / EVALUATION}: {wrong}; {advice}")
     ended = read_object(run / "DONE")
     return found if found.get("step") == ended.get("step") is not None else {}
 
@@ -71,7 +71,7 @@ def evaluated(run: Path, *, device: str = "auto") -> dict[str, Any]:
         "loss": {forward: measured[each][0] for forward, each in computed.items()},
         "sharpness": {forward: measured[each][1] for forward, each in computed.items()},
     }
-    write_whole(run / FILE, f"{json.dumps(found, indent=2)}\n".encode())
+    write_whole(run / EVALUATION, f"{json.dumps(found, indent=2)}\n".encode())
     return found
 
 

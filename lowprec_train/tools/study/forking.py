@@ -18,9 +18,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lowprec_train import json_schema
 from lowprec_train.config import read_object
-from lowprec_train.tools import json_schema
-from lowprec_train.tools.json_schema import TEXT, WHOLE
+from lowprec_train.json_schema import TEXT, WHOLE
 from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train.digests import FILE as MANIFEST
 from lowprec_train.train.logging.sinks import read_lines

@@ -219,6 +219,12 @@ def _check_fork(run: StudyRun, made: RunConfig, named: Mapping[str, StudyRun]) -
     for key in (key for key in {**own, **other} if key.startswith(OF_STATE)):
         if own.get(key) != other.get(key):
             raise ValueError(f"{key}={own.get(key)}, and {run.fork.arm}, from which it forks, has {other.get(key)}")
+    clips, of_trunk = (bool(each["optim.in_backward"] and each["max_grad_norm"]) for each in (own, other))
+    if clips and not of_trunk:
+        raise ValueError(
+            f"optim.in_backward=true clips by the norms of the step before, which {run.fork.arm}, from which it forks, "
+            "does not store; give the arm max_grad_norm=0"
+        )
 
 
 def plain(made: RunConfig) -> dict[str, Any]:

@@ -69,10 +69,12 @@ def read(planned: Sequence[StudyRun], out: Path, stored: Sequence[Result] = ()) 
     found = mark_unstable(
         merge([replace(each, rate=None) if each.run.name in slowed else each for each in found], stored)
     )
-    for each in found[1:]:
+    for each in found:
         corpus, first = (one.facts["corpus_hash"] for one in (each, found[0]))
         if corpus != first:
             raise ValueError(f"{each.run.name} has corpus hash {corpus}, and {found[0].run.name} has {first}")
+        if each.run.trunk and not each.start_state:
+            raise ValueError(f"{each.run.name}: the state from which it was forked is not known; train the run again")
     forking.check_start({each.run.name: each.start_state for each in found})
     known = {each.run.name: each for each in found}
     return [known[run.name] for run in planned if run.name in known], [
@@ -106,7 +108,7 @@ def result(run: StudyRun, directory: Path) -> Result:
     if record.status == INCOMPLETE:
         raise ValueError(f"{directory}: {record.notes[-1]}; restore the file, or delete the run to train it again")
     evaluated = evaluation.read(directory)
-    losses, sharp = evaluated.get("loss", {}), evaluated.get("sharpness", {}).get(OF_RUN)
+    losses, sharp = evaluated.get("loss") or {}, (evaluated.get("sharpness") or {}).get(OF_RUN)
     loss, weights = (float(losses.get(forward, math.nan)) for forward in (OF_RUN, UNQUANTISED))
     start = run.fork.step if run.fork and run.trunk else 0
     after_fork, before_fork = (part(record, ends) for ends in ((start, math.inf), (0, start)))

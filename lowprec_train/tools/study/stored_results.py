@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from lowprec_train import json_schema
 from lowprec_train.config import read_object
-from lowprec_train.tools import json_schema
+from lowprec_train.json_schema import FINITE, NUMBER, OBJECT, TEXT, WHOLE, Kind, Listed, Schema
 from lowprec_train.tools.compare.report import strict
 from lowprec_train.tools.compare.runs import Series
-from lowprec_train.tools.json_schema import FINITE, NUMBER, OBJECT, TEXT, WHOLE, Kind, Listed, Schema
 from lowprec_train.tools.study import forking
 from lowprec_train.tools.study.plan import StudyRun, saved_form
 from lowprec_train.tools.study.results import Result

@@ -2,12 +2,15 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 from lowprec_train.tools.study import definition, forking, plan
 from tests.launches import training
 from tests.test_kill import numbers
+
+CLIPPED = ("optim.in_backward=true", "max_grad_norm=1")
 
 
 def trained(run, out, small):
@@ -30,6 +33,11 @@ def test_a_fork_of_its_own_trunk_is_that_run(small, tmp_path):
         (each, "from step 20 of bf16") for each in (True, False, False)
     ]
     plan.check(study, planned)
+    in_backward = replace(study, arms={**study.arms, "fp8": replace(study.arms["fp8"], overrides=CLIPPED)})
+    with pytest.raises(
+        ValueError, match="clips by the norms of the step before, which bf16, from which it forks, does not"
+    ):
+        plan.check(in_backward, plan.runs(in_backward))
     trunk = trained(planned[0], tmp_path, small)
     for run in planned[1:]:
         forking.fork(trunk, tmp_path / run.name, 20, plan.plain(plan.configuration(run, tmp_path)))
