@@ -225,7 +225,8 @@ def test_tokenizers_must_fit(made, evaluate, refused, tmp_path):
     store(other, tmp_path)
     about = {"file": other.file_name, "sha256": other.digest, "vocab_size": 380, "eod": other.eod}
     counts = dict.fromkeys(("documents", "tokens", "text_bytes", "empty", "bad"), 0)
-    lists = {"dtype": "uint16", "field": "text", "inputs": [], "files": {}, "versions": {}}
+    files = {end: {"bytes": (tmp_path / f"texts.{end}").stat().st_size, "sha256": "a"} for end in ("bin", "idx")}
+    lists = {"dtype": "uint16", "field": "text", "inputs": [], "files": files, "versions": {}}
     Manifest(**counts, **lists, tokenizer=about).write(tmp_path / "texts")
     assert f"was prepared with a tokenizer of SHA-256 {other.digest[:12]}" in refused("--data", tmp_path / "texts")
     found, _ = evaluate("--data", tmp_path / "texts", "--tokenizer", "none", "--recipe", "fp32", "--limit", 2)

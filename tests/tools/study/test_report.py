@@ -158,6 +158,9 @@ def test_a_fork_counts_its_own_steps(tmp_path):
             line["train/grad_norm"] = 2.0 if line["step"] <= 100 or line["step"] == 400 else 0.5
             line["train/skipped"] = min(line["step"], 3) + (line["step"] > 200)
         (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        if each.trunk:
+            start = {"trunk": each.trunk, "step": 100, "checkpoint": "a"}
+            (directory / "fork.json").write_text(json.dumps(start))
     (cell,) = measure.measure(made, *results.read(planned, tmp_path / "runs")).cells
     assert cell.name == "from step 100 of bf16" and [row.arm for row in cell.arms] == ["bf16", "fp8"]
     assert [(row.clipped, row.skipped) for row in cell.arms] == [(pytest.approx(1 / 300), 2)] * 2  # of two seeds
