@@ -70,6 +70,7 @@ EXPECTED += (PeerLost, NothingTrained)
 def main() -> None:
     """Entry point of train.py and of `python -m lowprec_train.main`: reads the command line, exits."""
     logging.raiseExceptions = False  # a line that cannot be written, to a closed pipe say, is no reason for a trace
+    sys.argv[1:] = command_line.options_first(sys.argv[1:])
     refuse_sweep_of_many()
     launch.end_with_launcher()
     config.register()

@@ -149,6 +149,12 @@ def test_a_sweep_over_recipes(launch):
     assert {path.name for path in Path(".").iterdir()} == {"runs"}
 
 
+def test_options_may_stand_between_settings(launch):
+    status, _, err = launch("+recipe=bf16", "--multirun", "seed=1,2", "steps=1")
+    assert (status, err) == (0, "")
+    assert len([path for path in Path("runs").iterdir() if not path.name.startswith(".")]) == 2
+
+
 def test_a_failing_job_does_not_end_the_sweep(launch):
     status, _, err = launch("--multirun", "tokens_per_step=100,128", "steps=1")
     assert status == 1 and "error: tokens_per_step=100" in err

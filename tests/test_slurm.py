@@ -172,6 +172,17 @@ def test_the_outcome_decides(tmp_path, outcome, status, requeued, said):
     assert (ended, cluster.requeued()) == (status, [str(cluster.job)] * requeued) and said in out
 
 
+@pytest.mark.parametrize(("exits", "writes", "status"), [(0, False, 0), (1, False, 1), (1, True, 0)])
+def test_an_older_done_counts_only_if_the_launch_succeeds(tmp_path, exits, writes, status):
+    """A launch that is refused leaves it in place; one that ends the run writes another, whatever torchrun returns."""
+    ends = "rm runs/a/DONE; sleep 0.01; touch runs/a/DONE\n" if writes else ""
+    cluster = Cluster(tmp_path, f"{ends}exit {exits}")
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/DONE").touch()
+    ended, out = cluster.run("name=a")
+    assert ended == status and ("runs/a is done" in out) == (not status) and not cluster.requeued()
+
+
 SAVES = """mkdir -p runs/a/checkpoints
 echo "$SAVED" >runs/a/checkpoints/latest
 exit 1

@@ -26,6 +26,12 @@ def test_a_new_optimizer_is_one_file_and_one_yaml(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Lion, lr 0.0003" in done.stdout + done.stderr
+    assert "m E4M3" in done.stdout + done.stderr and "v FP32" not in done.stdout + done.stderr
+    assert "beta1" not in done.stdout + done.stderr, "the linter takes no average of AdamW's for one of Lion's"
+    refused = blocks["bash"].rstrip() + " optim.beta1=0.5\n"
+    again = subprocess.run([*command[:-1], refused], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert again.returncode == 1 and "optim.beta1=0.5 is for AdamW's updates" in again.stderr
+    assert "+optim.rule.beta1=0.5" in again.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert len(losses) == 3 and all(0 < loss < 20 for loss in losses)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec_train.data.corpus import VALID_SEED, Corpus, warn_of_shared
-from lowprec_train.data.finding import location
+from lowprec_train.data.finding import files_below, location
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.manifest import Manifest
@@ -145,7 +145,7 @@ def _datasets(prefix: str) -> list[str]:
     """Return the dataset with this prefix, or all datasets in the directory and below, sorted by path."""
     if not os.path.isdir(prefix) or os.path.isfile(f"{prefix}.idx"):
         return [prefix]
-    found = [str(path.with_suffix("")) for path in sorted(Path(prefix).rglob("*.idx"))]
+    found = [str(path.with_suffix("")) for path in files_below(Path(prefix)) if path.suffix == ".idx"]
     if not found:
         raise ValueError(f"{prefix}: a directory without a dataset (.idx and .bin)")
     return found

@@ -56,9 +56,23 @@ def location(path: str | Path) -> str:
     return os.path.join(os.path.realpath(directory), name)
 
 
+def files_below(directory: Path) -> list[Path]:
+    """Return all files below a directory, sorted. Links to directories are followed, each directory once."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for at, folders, names in os.walk(directory, followlinks=True):
+        if (real := os.path.realpath(at)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        found += [each for name in names if (each := Path(at, name)).is_file()]
+    return sorted(found)
+
+
 def _find(path: Path) -> list[Source]:
     if path.is_dir():
-        below = [each for each in sorted(path.rglob("*")) if each.is_file() and not _hidden(each.relative_to(path))]
+        below = [each for each in files_below(path) if not _hidden(each.relative_to(path))]
         inside = [each for each in below if _NAME.fullmatch(each.name)]
         unknown = [each.relative_to(path) for each in below if not _NAME.fullmatch(each.name)]
         others = f"{len(unknown)} other{'s' if len(unknown) > 1 else ''} ({shown(unknown)})" if unknown else ""

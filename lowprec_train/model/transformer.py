@@ -46,6 +46,7 @@ NORM_BACKENDS = {"own": NORMS, "apex": NORMS | {"rmsnorm": ApexRMSNorm, "layerno
 ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
 POSITIONS: dict[str, type[Rotary] | type[LearnedPositions]] = {"rotary": Rotary, "learned": LearnedPositions}
 
+COMPILED = ("forward", "_residual")  # methods of which a compiled module has its own
 Fill = Callable[[str, Tensor, Callable[[torch.Size], Tensor]], None]
 T = TypeVar("T")
 
@@ -288,7 +289,8 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     """Compile a block; one that is recomputed as a whole inside of `torch.utils.checkpoint`: within a graph torch 2.11
     loses the mark on what lies in an autograd function, and saves it.
     """
-    name = "_residual" if isinstance(block, Block) and block.recompute is RECOMPUTE["full"] else "forward"
+    forward, inside = COMPILED
+    name = inside if isinstance(block, Block) and block.recompute is RECOMPUTE["full"] else forward
     setattr(block, name, torch.compile(getattr(block, name), **options))
 
 

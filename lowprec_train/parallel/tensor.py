@@ -109,6 +109,11 @@ def apply(model: TensorParallelModel, group: Group) -> dict[str, int]:
     return cuts
 
 
+def row_parallel_columns(model: TensorParallelModel) -> dict[str, int]:
+    """Return the columns of each weight that is divided by columns, by the name of its layer."""
+    return {name: _whole(model.get_submodule(name), how) for name, how in model.tensor_plan().items() if how == "row"}
+
+
 def summed_over_tp(model: nn.Module) -> list[str]:
     """Return the names of the vectors whose gradient is a partial sum on every rank: each meets its rows of the tokens.
 

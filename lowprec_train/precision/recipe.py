@@ -9,7 +9,7 @@ Every GEMM is a[m, k] @ b[n, k]^T. Tiles, rotations and outliers are laid out al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
@@ -275,12 +275,21 @@ def _parsed(old: Any, change: Any, key: str, path: str) -> Any:
             raise ValueError(f"{path}: {change!r} is not one of {', '.join(members)}")
         return members[str(change).upper()]
     if key in ("tile", "outer"):
-        return tuple(change)
+        return _pair(change, path)
     if key == "estimator" and change is None:
         return StraightThrough()
-    if is_dataclass(old) and change is not None:
-        raise ValueError(f"{path}: expected its fields or null, not {change!r}")
+    if isinstance(old, Gemm) or (change is not None and (is_dataclass(old) or key in DEFAULTS)):
+        null = "" if isinstance(old, Gemm) else " or null"
+        raise ValueError(f"{path}: expected its fields{null}, not {change!r}")
     return _same_type(old, change, path)
+
+
+def _pair(change: Any, path: str) -> tuple[int, int]:
+    """Returns a tile: two whole numbers."""
+    numbers = list(change) if isinstance(change, Sequence) and not isinstance(change, str) else []
+    if len(numbers) != 2 or any(not isinstance(each, int) or isinstance(each, bool) for each in numbers):
+        raise ValueError(f"{path}: expected two whole numbers, such as [1, 16], not {change!r}")
+    return numbers[0], numbers[1]
 
 
 def _same_type(old: Any, change: Any, path: str) -> Any:

@@ -24,6 +24,7 @@ from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.schedule import before_decay
+from lowprec_train.parallel import tensor
 from lowprec_train.precision import policy
 from lowprec_train.precision.gemm import BLOCK_SCALED
 from lowprec_train.precision.recipe import LinearRecipe, override
@@ -85,6 +86,7 @@ def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
         rule=build_optimizer.rules(run)[0],
         codecs=build_optimizer.codecs(run),
         sums=build_optimizer.grad_accumulation(run),
+        columns=tensor.row_parallel_columns(laid_out.model),
     )
 
 
@@ -107,7 +109,7 @@ def plan(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: to
         run=run,
         layer_groups=layer_groups(laid_out.phases, plans),
         codecs=build_optimizer.codecs(run),
-        decays=build_optimizer.rules(run)[0].decays,
+        rule=build_optimizer.rules(run)[0],
         learning_rate=construct(run.optim.schedule, "optim.schedule"),
         on_gpu=device.type == "cuda",
     )
@@ -117,16 +119,15 @@ def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:
     """Return the run's first phase and the phases of its precision schedule."""
     precision = run.precision
     table = policy.resolve(model, recipes(precision.policy, precision.override))
-    if precision.override and all(recipe.is_identity for recipe in table.values()):
-        raise ValueError(
-            f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing"
-        )
     made = [Phase(first_step=0, recipes=table, saved_activations=saved_activations(precision.saved_activations))]
     for name, later in sorted(precision.schedule.items(), key=lambda item: item[1].at):
         try:
             made.append(_later(run, model, made[-1], later))
         except ValueError as error:
             raise ValueError(f"precision.schedule.{name}: {error}") from None
+    if precision.override and all(recipe.is_identity for phase in made for recipe in phase.recipes.values()):
+        changes = f"precision.override={precision.override} changes nothing"
+        raise ValueError(f"{changes}: precision={precision.name} quantises nothing")
     return tuple(made)
 
 

@@ -187,6 +187,15 @@ class Setting:
         return None if isinstance(value, str | list) and value else _no_choice(self, self.value)
 
 
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with Hydra's options before the settings, which it reads on one side of an option only."""
+    options: list[str] = []
+    rest: list[str] = []
+    for each, before in zip(arguments, ("", *arguments)):
+        (options if each.startswith("-") or before in _WITH_VALUE else rest).append(each)
+    return [*options, *rest]
+
+
 def settings(arguments: Sequence[str]) -> list[Setting]:
     """Return the settings among the arguments, without Hydra's options and their values."""
     after = [each for each, before in zip(arguments, ("", *arguments)) if before not in _WITH_VALUE]

@@ -4,7 +4,7 @@ Raises ValueError with both settings before anything is built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from lowprec_train import nvidia
 from lowprec_train.config import RunConfig
 from lowprec_train.ops.adamw import AdamWRule
-from lowprec_train.ops.codecs import StateCodec
+from lowprec_train.ops.codecs import StateCodec, row_segments
 from lowprec_train.ops.library import SERVED
 from lowprec_train.ops.updates import Rule
 from lowprec_train.optim import apex
@@ -28,7 +28,7 @@ OPTIM_BACKENDS = ("own", "apex")
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """The settings of a run, with its optimizer's rule and codecs. sums: the codec of accumulated gradients; None:
-    autograd accumulates them in FP32.
+    autograd accumulates them in FP32. columns: of each weight that tensor parallelism divides by columns.
     """
 
     run: RunConfig
@@ -36,16 +36,20 @@ class Choices:
     rule: Rule
     codecs: Codecs
     sums: StateCodec | None
+    columns: Mapping[str, int]
 
     def check_memory(self, grid: Sizes, *, on_gpu: bool = False) -> None:
         """Check the settings that save memory against those that exclude them."""
         self._check_offload(grid, on_gpu)
         self._check_loss_chunk()
+        self._check_expanded(grid)
         run, rule, sums, clash = self.run, self.rule, self.sums, self._after_backward()
         if run.log_update_rms and not isinstance(rule, AdamWRule):
             raise ValueError(f"log_update_rms=true needs AdamW's second moments, and {rule} has none; set it to false")
         if run.optim.clip_updates and not (isinstance(rule, AdamWRule) or rule.hidden_matrices_only):
             raise ValueError(f"optim.clip_updates=true is for AdamW's updates, and {rule} updates all; set it to false")
+        if not (isinstance(rule, AdamWRule) or rule.hidden_matrices_only):
+            self._check_unused()
         if run.optim.in_backward and (reason := clash or self._in_backward(grid)):
             raise ValueError(f"optim.in_backward=true frees gradients during the backward pass: {reason}")
         if sums is not None and clash:
@@ -137,6 +141,27 @@ class Choices:
                 f"optim.offload=true supports one GPU, and this run has {grid.processes}, which share the states "
                 "already: a checkpoint cannot hold shards on the host and on GPUs; use optim.offload=false"
             )
+
+    def _check_unused(self) -> None:
+        """Check that the options of AdamW, which no parameter uses, are at their defaults."""
+        for key in ("beta1", "beta2", "eps"):
+            if (value := getattr(self.run.optim, key)) != getattr(AdamWRule, key):
+                raise ValueError(
+                    f"optim.{key}={value} is for AdamW's updates, and {self.rule} updates all; an option of the rule "
+                    f"is set by +optim.rule.{key}={value}"
+                )
+
+    def _check_expanded(self, grid: Sizes) -> None:
+        """Check that a rank's columns are whole segments, at which groups of expanded moments restart."""
+        codec = next((each for each in self.codecs.moments if each.expanded), None)
+        for name, columns in self.columns.items() if codec is not None else ():
+            part, segment = columns // grid.tp, columns // row_segments(columns)
+            if columns % grid.tp == 0 and part % segment:
+                raise ValueError(
+                    f"parallel.tp={grid.tp} gives a rank {part} of the {columns} columns of {name}, and groups of a "
+                    f"moment in {codec} (optim.first_moment, optim.second_moment) restart at multiples of {segment}; "
+                    "use another tp, or moments that are not expanded"
+                )
 
     def _observed(self) -> str:
         if self.run.telemetry_interval:

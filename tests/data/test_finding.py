@@ -43,6 +43,17 @@ def test_shards_behind_links(tmp_path):
     assert [document.text for document in TextFiles(str(tmp_path / "snapshots"))] == ["blobs/x.parquet"]
 
 
+def test_folders_behind_links(tmp_path):
+    """Once, also if a link leads back to a folder above it."""
+    put(tmp_path, "real/more/b.txt", "corpus/a.txt")
+    (tmp_path / "corpus" / "more").symlink_to("../real/more")
+    (tmp_path / "real" / "more" / "again").symlink_to("..")
+    assert [source.name for source in finding.find([tmp_path / "corpus"])] == ["a.txt", "more/b.txt"]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "more").symlink_to("../corpus/more")
+    assert [source.name for source in finding.find([tmp_path / "only"])] == ["more/b.txt"]
+
+
 def test_shards_that_are_missing_and_sets_that_are_mixed(tmp_path, caplog):
     put(tmp_path, "train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl", "test-00000-of-00001.jsonl")
     assert len(finding.find([tmp_path])) == 3

@@ -91,6 +91,13 @@ def test_the_table_and_the_figure_come_from_the_json(tmp_path, capsys):
     assert "activations" in file.with_suffix(".svg").read_text() or file.with_suffix(".svg").stat().st_size > 5000
 
 
+def test_without_a_gpu_nothing_begins_unless_a_cpu_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "memory"]) == 2
+    error = capsys.readouterr().err
+    assert "this benchmark needs a GPU" in error and "--device cpu" in error
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

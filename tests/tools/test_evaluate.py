@@ -267,6 +267,9 @@ def test_refusals(made, refused, tmp_path):
         assert says in refused("--data", tmp_path / name)
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     assert "no text, so there is no token to predict" in refused("--data", tmp_path / "empty.jsonl")
+    write_indexed(tmp_path / "short", [[5], [6]], np.int32)
+    said = refused("--data", tmp_path / "short", "--start", "none")
+    assert "have a single token, which --start none only reads" in said
 
 
 @pytest.mark.parametrize("wrong", [9, -1])

@@ -52,6 +52,7 @@ def test_proposals_fit_and_twice_as_much_does_not():
         ("optim=adamw_fp8lm", "optim"),
         ("optim/moment@optim.first_moment=bf16", "optim"),
         ("+recipe=fp4", "optim"),
+        ("+recipe=int8_switchback", "optim"),
         ("optim/master=fp16", "optim/master"),
         ("model.recompute=selective", "model.recompute"),
         ("max_grad_norm=1.0", "max_grad_norm"),
@@ -96,6 +97,14 @@ def test_a_micro_batch_that_was_asked_for_stays(capsys):
         assert found[0].micro_batch == (0 if micro_batch == 64 else micro_batch)
     assert cli.main(["estimate", "--fit", f"{room / 8 / 2**30:.9f}GiB", *TINY, "micro_batch=64"]) == 0
     assert "take micro_batch" not in capsys.readouterr().out
+
+
+def test_a_micro_batch_that_does_not_divide_the_step_is_refused_or_said(capsys):
+    """As without --fit: refused where an override sets the tokens of a step, else a warning."""
+    assert cli.main(["estimate", "--fit", "8GiB", *TINY, "micro_batch=3"]) == 2
+    assert "is not a multiple of micro_batch * data.seq_len" in capsys.readouterr().err
+    assert cli.main(["estimate", "--fit", "8GiB", "model=llama_tiny", "compile='off'", "micro_batch=3"]) == 0
+    assert "and a run would be refused" in capsys.readouterr().err
 
 
 def test_fewer_tokens_a_step_are_proposed_where_no_micro_batch_fits(capsys):

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from lowprec_train import config
 from lowprec_train.config import PrecisionConfig
+from lowprec_train.numerics.formats import E4M3
 from lowprec_train.train import build, describe
 from lowprec_train.train.compose import composed as compose_typed
 from lowprec_train.train.compose import typed
@@ -129,6 +130,13 @@ def test_overrides_reach_what_quantises():
     assert phase.recipes["blocks.0.mlp.down"].fprop.outliers is None and phase.recipes["head"].is_identity
     with pytest.raises(ValueError, match="precision=bf16 quantises nothing"):
         build.layout(composed("precision.override.dgrad.a.format=E4M3"))
+    late = "{at: 0.5, policy: {blocks.*: {_target_: lowprec_train.recipes.fp8.recipe}, head: {_target_: %s}}}"
+    late %= "lowprec_train.recipes.bf16.recipe"
+    first, second = build.layout(
+        composed("precision.override.dgrad.a.format=E4M3", f"+precision.schedule.late={late}")
+    ).phases
+    assert first.recipes["blocks.0.mlp.down"].is_identity
+    assert second.recipes["blocks.0.mlp.down"].dgrad.a.format is E4M3
 
 
 def test_the_policy_must_cover_the_model():

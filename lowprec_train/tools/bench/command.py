@@ -207,11 +207,11 @@ def run(arguments: argparse.Namespace) -> int:
     return commands[arguments.bench](arguments)
 
 
-def _cuda() -> Any:
+def _cuda(otherwise: str = "") -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(f"this benchmark needs a GPU, and torch {torch.__version__} finds no CUDA device")
+        raise ValueError(f"this benchmark needs a GPU, and torch {torch.__version__} finds no CUDA device{otherwise}")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -300,7 +300,8 @@ def _memory(arguments: argparse.Namespace) -> int:
 
     arms = arguments.arm or ARMS
     found = memory.contestants(arms, peers.chosen(arguments.peers))
-    batches, limit, device = arguments.batches, parse_size(arguments.limit, "--limit"), checks.device(arguments.device)
+    device = checks.device("cpu") if arguments.device == "cpu" else _cuda("; name --device cpu for a small model")
+    batches, limit = arguments.batches, parse_size(arguments.limit, "--limit")
     given = {"model": arguments.model, "seq_len": arguments.seq_len, "batch": batches[0], "device": device}
     work = Work(**given, compiled=not arguments.eager, parameters="fp32", overrides=tuple(_eager(arguments)))
     work.check()

@@ -102,10 +102,11 @@ class Arm:
         return {"estimated_gib": found["memory"]["total"] / GIB, "sent_gb": found["traffic"]["total"] / GB}
 
     def estimate(self, work: Work, processes: int) -> dict[str, Any]:
-        """Return the result of `lowprec estimate`."""
+        """Return the result of `lowprec estimate` for the first phase of the run, the only one that is measured."""
         from lowprec_train.tools.estimate.report import estimate
 
-        return estimate(self.run(work, processes), processes)
+        run = self.run(work, processes)
+        return estimate(replace(run, precision=replace(run.precision, schedule={})), processes)
 
     def step(self, work: Work, world: World) -> Step:
         """Return the trainer's step on this rank."""

@@ -7,7 +7,7 @@ less per token, so the time to the same loss is measured too: to the worse of th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from lowprec_train.config import is_launch_fact
 from lowprec_train.tools.compare import curves, held_out
 from lowprec_train.tools.compare.curves import Interval, Spike
 from lowprec_train.tools.compare.over_seeds import OverSeeds, over_seeds
-from lowprec_train.tools.compare.runs import INCOMPLETE, TOKENS, VALID, Array, Run
+from lowprec_train.tools.compare.runs import INCOMPLETE, LOSS, TOKENS, VALID, Array, Run, Series
 
 RATE = "perf/tokens_per_sec_per_gpu"
 MEMORY = "mem/peak_gib"
@@ -129,9 +129,10 @@ def compare(
     runs: Sequence[Run], *, baseline: str | None = None, window: int | None = None, max_gap: float | None = None
 ) -> Comparison:
     """Measure all runs against one. Raises ValueError for an unknown baseline or runs without a common step."""
-    base = pick_baseline(runs, baseline)
+    every, runs = runs, at_one_spacing(runs)
+    base = next(run for run, whole in zip(runs, every) if whole is pick_baseline(every, baseline))
     window = window or default_window(runs)
-    reports = [report(run, None if run is base else base, window) for run in runs]
+    reports = [report(run, None if run is base else base, window, whole) for run, whole in zip(runs, every)]
     differences = config_differences(runs)
     below = [each.below_unigram for each in reports]
     return Comparison(
@@ -167,8 +168,29 @@ def default_window(runs: Sequence[Run]) -> int:
     return min(shortest, max(low, min(high, shortest // 10)))
 
 
-def report(run: Run, baseline: Run | None, window: int) -> RunReport:
-    """Measure one run; `baseline` is None for the baseline itself."""
+def at_one_spacing(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with training losses of the steps that all of them log, if their `log_interval` differs and their
+    steps have equal tokens: else a mean of the last losses would be over other batches in each. A note says so.
+    """
+    spacings = [int(np.median(np.diff(run.loss.steps))) if len(run.loss.steps) > 1 else 1 for run in runs]
+    common = math.lcm(*spacings)
+    tokens = {float(each.values[-1] / each.steps[-1]) for run in runs if len((each := run.series(TOKENS)).steps)}
+    kept = [run.loss.steps % common == 0 for run in runs]
+    if len(set(spacings)) == 1 or len(tokens) > 1 or not all(map(np.any, kept)):
+        return list(runs)
+    return [_thinned(run, keep, common) for run, keep in zip(runs, kept)]
+
+
+def _thinned(run: Run, keep: Array, common: int) -> Run:
+    if keep.all():
+        return run
+    loss = Series(steps=run.loss.steps[keep], values=run.loss.values[keep])
+    note = f"losses are compared at multiples of {common} steps, because the runs' log_interval differs"
+    return replace(run, metrics={**run.metrics, LOSS: loss}, notes=(note, *run.notes))
+
+
+def report(run: Run, baseline: Run | None, window: int, whole: Run) -> RunReport:
+    """Measure one run; `baseline` is None for the baseline itself. whole: the run with all of its logged losses."""
     loss = run.loss
     tokens, rate, memory, skipped = (run.series(metric).values for metric in (TOKENS, RATE, MEMORY, SKIPPED))
     final = curves.interval(loss.values[-window:])
@@ -180,7 +202,7 @@ def report(run: Run, baseline: Run | None, window: int) -> RunReport:
         recipe=run.recipe,
         model=run.model,
         status=run.status,
-        last_step=int(loss.steps[-1]),
+        last_step=int(whole.loss.steps[-1]),
         last_tokens=int(tokens[-1]) if len(tokens) else None,
         final_loss=final,
         validation=validation,
@@ -188,8 +210,8 @@ def report(run: Run, baseline: Run | None, window: int) -> RunReport:
         gap_steps=at_steps,
         gap_tokens=gap_at_tokens(run, baseline, window) if baseline else None,
         gap_curve=along,
-        spikes=curves.spikes(loss),
-        nonfinite_steps=[int(step) for step in loss.steps[~np.isfinite(loss.values)]],
+        spikes=curves.spikes(whole.loss),
+        nonfinite_steps=[int(step) for step in whole.loss.steps[~np.isfinite(whole.loss.values)]],
         skipped_steps=int(np.max(skipped)) if len(skipped) else None,
         tokens_per_second=float(np.median(rate)) if len(rate) else None,
         speed=measure_speed(run, baseline, window) if baseline else None,

@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.fit is not None:
         size = fit.parse_size(arguments.fit)
+        if fit.names_micro_batch(arguments.overrides):
+            _warn(subject.check_step(composed(*arguments.overrides), arguments.overrides, arguments.gpus))
         asked = (arguments.overrides, size, arguments.gpus, device)
         found = fit.fits(*asked)
         print(fit.text(found, size, None if any(each.found for each in found) else fit.shorter(*asked)))
@@ -53,8 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     run = composed(*arguments.overrides)
     uneven = subject.check_step(run, arguments.overrides, arguments.gpus)
     estimated = report.estimate(run, arguments.gpus, device)
-    if uneven:
-        tokens = f"{estimated['tokens_per_step']:,} tokens a step"
-        print(f"warning: {uneven}; this estimate is of {tokens}, and a run would be refused", file=sys.stderr)
+    _warn(uneven, f"; this estimate is of {estimated['tokens_per_step']:,} tokens a step")
     print(json.dumps(estimated, indent=1) if arguments.json else report.text(estimated))
     return 0
+
+
+def _warn(uneven: str, taken: str = "") -> None:
+    """Print a warning that a run would be refused for a reason that is not ""."""
+    if uneven:
+        print(f"warning: {uneven}{taken}, and a run would be refused", file=sys.stderr)

@@ -39,7 +39,8 @@ CHOICES = (
     (*CODED, RECOMPUTE, OFFLOAD_STATES),
     (*CODED, RECOMPUTE, OFFLOAD_STATES, OFFLOAD_INPUTS),
 )
-PARTS = ("first_moment", "second_moment", "rule", "backend")  # of `optim`: another optimizer, with its codecs
+# Of `optim`: with another value of one, the optimizer is another, with its own codecs.
+PARTS = ("first_moment", "second_moment", "rule", "backend", "clip_updates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def shorter(overrides: Sequence[str], size: int, gpus: int | None, device: Devic
 
     Of halves of the run's tokens, the most that fit. For a run of which nothing fits, without a micro-batch of its own.
     """
-    if _names_micro_batch(overrides):
+    if names_micro_batch(overrides):
         return None
     settings, dp = choices(overrides)[-1], grid(composed(*overrides).parallel, gpus).dp
     try:
@@ -91,7 +92,8 @@ def shorter(overrides: Sequence[str], size: int, gpus: int | None, device: Devic
     return None
 
 
-def _names_micro_batch(overrides: Sequence[str]) -> bool:
+def names_micro_batch(overrides: Sequence[str]) -> bool:
+    """Return whether the user has set `micro_batch`, which is then not changed."""
     return "micro_batch" in {key(each) for each in overrides}
 
 
@@ -119,7 +121,7 @@ def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, e
     run = composed(*overrides, *settings)
     ranges.check(run)
     checks.sequence(run)
-    if _names_micro_batch(overrides):
+    if names_micro_batch(overrides):
         found = estimated(run)
         fitting = found["memory"]["total"] <= room
         return Fit(settings=settings, micro_batch=run.micro_batch * fitting, found=found if fitting else None)

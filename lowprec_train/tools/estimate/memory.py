@@ -41,7 +41,7 @@ def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
     """
     run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
     model = replace(run.model, recompute="none", full_recompute_layers=0)
-    key = (repr((model, run.precision, run.data, run.compile)), subject.sizes.tp, sizes)
+    key = (repr((model, run.precision, run.data, run.compile)), subject.phase, subject.sizes.tp, sizes)
     if key not in _RESTS:
         _RESTS[key] = Counter(subject, "none").rest()
     if (*key, recompute) not in _BLOCKS:

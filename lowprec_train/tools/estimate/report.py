@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.config import RunConfig
 from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.device import DEVICES, Device
-from lowprec_train.tools.estimate.memory import memory
+from lowprec_train.tools.estimate.memory import Memory, memory
 from lowprec_train.tools.estimate.step_time import step_time
-from lowprec_train.tools.estimate.subject import META, Subject
+from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.tools.estimate.traffic import between_nodes, node_size, traffic
 from lowprec_train.train import build, checks
 from lowprec_train.train.logging import metrics
@@ -22,13 +22,14 @@ Estimate = dict[str, Any]
 
 
 def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = None) -> Estimate:
-    """Return the estimate of a run, with the time of a step if `device` is given. Raises ValueError for a configuration
-    that cannot run.
+    """Return the estimate of a run, with the time of a step if `device` is given. Memory is that of the phase of the
+    precision schedule that needs the most; the rest is of the first phase. Raises ValueError for a configuration that
+    cannot run.
     """
     subject = Subject(run=run, gpus=gpus)
     reduction: Reduction = build.construct(run.comm, "comm")
     checks.symmetric_memory(run, subject.sizes, reduction.codec, "cuda", node_size(reduction))
-    needed, sent = memory(subject, reduction), traffic(subject, reduction)
+    (first_step, needed), sent = _largest(subject, reduction), traffic(subject, reduction)
     nic = between_nodes(subject, reduction)
     moment, peak = needed.peak
     total = sum(p.numel() for p in subject.laid_out.model.parameters())
@@ -49,6 +50,7 @@ def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = No
         "micro_batches": subject.micro_batches,
         "tokens_per_step": step_tokens,
         "memory": {"at": moment, **peak, "total": needed.bytes},
+        "memory_from_step": first_step,
         "moments": needed.moments,
         "host": {"pinned": offload.host_bytes(subject), "link_each_way": offload.link_bytes(subject)},
         "saved_per_token": needed.saved.total(subject.tokens) / subject.tokens,
@@ -58,6 +60,13 @@ def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = No
         "flops_per_token": flops(subject),
         "time": None if device is None else _time(subject, reduction, device, step_tokens),
     }
+
+
+def _largest(subject: Subject, reduction: Reduction) -> tuple[int, Memory]:
+    """Return the first step of the phase that needs the most memory, of several the earliest, and its memory."""
+    phases = subject.laid_out.phases
+    found = [(each.first_step, memory(replace(subject, phase=index), reduction)) for index, each in enumerate(phases)]
+    return max(found, key=lambda each: each[1].bytes)
 
 
 def _time(subject: Subject, reduction: Reduction, device: Device, step_tokens: int) -> dict[str, Any]:
@@ -72,12 +81,16 @@ def _time(subject: Subject, reduction: Reduction, device: Device, step_tokens: i
 
 def flops(subject: Subject) -> dict[str, float]:
     """Return forward and backward FLOPs per token, by the kind of tensor core on compute capability 9.0."""
-    model, plans = subject.laid_out.model, subject.laid_out.plans(META)[0]
+    model, plans = subject.laid_out.model, subject.plans
     return metrics.flops_per_token(
         model,
         kinds={name: plan.peaks() for name, plan in plans.items()},
         attention_flops=model.attention_flops_per_token(subject.seq_len),
     )
+
+
+def _later(first_step: int) -> str:
+    return f", from step {first_step:,} on (precision.schedule)" if first_step else ""
 
 
 def text(found: Estimate) -> str:
@@ -90,7 +103,7 @@ def text(found: Estimate) -> str:
         f"{sizes['gpus']} GPUs: {axes}; {found['micro_batches']} micro-batches of {found['micro_batch_tokens']:,} "
         f"tokens a step and rank, {found['tokens_per_step']:,} tokens a step",
         "",
-        f"memory of a GPU, most at: {found['memory']['at']}",
+        f"memory of a GPU, most at: {found['memory']['at']}{_later(found['memory_from_step'])}",
         *_rows(found["memory"], GIB, "GiB"),
         *_host(found["host"]),
         "",

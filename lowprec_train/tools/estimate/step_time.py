@@ -36,7 +36,7 @@ from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, Operan
 from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.device import Device
 from lowprec_train.tools.estimate.memory import sent_unchanged, states
-from lowprec_train.tools.estimate.subject import META, Subject, Weight
+from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.tools.estimate.traffic import between_nodes, traffic, units
 
 FP32, BF16, CODE = 4, 2, 1
@@ -81,7 +81,7 @@ class Pass:
     @property
     def plans(self) -> dict[str, LinearPlan]:
         """Plans of all linear layers, for this rank's shards."""
-        return self.subject.laid_out.plans(META)[0]
+        return self.subject.plans
 
     @property
     def forward_passes(self) -> float:

@@ -6,7 +6,7 @@ Tensor-parallel layers are sharded as in a run, over a group without processes; 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,14 +22,15 @@ from lowprec_train.optim.codecs import Codecs
 from lowprec_train.parallel import tensor
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
 from lowprec_train.parallel.data import grad_dtype
-from lowprec_train.parallel.mesh import Sizes, sizes
+from lowprec_train.parallel.mesh import Sizes, check_nodes, sizes
 from lowprec_train.precision import policy
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.meta_group import MetaGroup
 from lowprec_train.train import build, build_optimizer, checks, ranges
-from lowprec_train.train.describe import MetaModel
+from lowprec_train.train.describe import MetaModel, Plans
 from lowprec_train.train.weights import architecture
 
 META = torch.device("meta")
@@ -108,15 +109,19 @@ def check_step(run: RunConfig, overrides: Sequence[str], gpus: int | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A run on a number of GPUs. Raises ValueError, with the numbers, for a layout that does not fit."""
+    """A run on a number of GPUs, in one phase of its precision schedule. Raises ValueError, with the numbers, for a
+    layout that does not fit.
+    """
 
     run: RunConfig
     gpus: int | None = None
+    phase: int = 0
     group: MetaGroup = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", MetaGroup(self.sizes.tp))
         checks.choices(self.run.parallel)
+        check_nodes(self.sizes, self.run.comm.get("node_size"))
         checks.sequence(self.run)
         chosen = build.choices(self.run, self.laid_out)
         chosen.check_memory(self.sizes, on_gpu=True)
@@ -164,13 +169,23 @@ class Subject:
             raise ValueError(f"{backend} runs the linear layers, and the memory that it saves is not known")
         return laid_out
 
+    @property
+    def recipes(self) -> Mapping[str, LinearRecipe]:
+        """The recipe of each linear layer in the phase."""
+        return self.laid_out.phases[self.phase].recipes
+
+    @cached_property
+    def plans(self) -> Plans:
+        """The plan of each linear layer of the unsharded model in the phase."""
+        return self.laid_out.plans(META)[self.phase]
+
     @cached_property
     def recompute(self) -> tuple[str, ...]:
         """What each block recomputes: "none", "selective" or "full"."""
         return architecture(self.run.model).recompute_by_block
 
     def model(self, recompute: str | None = None) -> Transformer:
-        """Return one rank's model, with recipes of the first step, draws, and all-gathered weights.
+        """Return one rank's model, with the recipes of the phase, draws, and all-gathered weights.
 
         recompute: of all blocks, instead of the run's choice.
         """
@@ -224,7 +239,7 @@ class Subject:
         """Return the bytes per element of a gradient from autograd: BF16 of a BF16 GEMM, or if it suffices for what
         `codec` sends (`data.grad_dtype`), else that of the parameter.
         """
-        recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
+        recipe = self.recipes.get(weight.name.removesuffix(".weight"))
         if recipe is None or self.gather_format(weight) is None:
             return self.value_size(weight)
         reduced = self.run.parallel.grad_reduce
@@ -246,7 +261,7 @@ class Subject:
 
     def gather_format(self, weight: Weight) -> AllGatherFormat | None:
         """Return the all-gather format of a linear layer's weight; None if it is gathered as it is stored."""
-        recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
+        recipe = self.recipes.get(weight.name.removesuffix(".weight"))
         gather = self.run.parallel.param_all_gather if self.sizes.dp > 1 else "fp32"
         rows, columns = (*weight.part(self.sizes.tp), 1)[:2]
         found = all_gather_format(
@@ -280,13 +295,13 @@ class Subject:
             recipes = [phase.recipes for phase in laid_out.phases]
             tensor.check(model, self.sizes.tp, tokens=self.tokens, recipes=recipes)
             cuts = dict(tensor.apply(model, self.group))
-        PrecisionSchedule(laid_out.phases).begin(model, 0)
+        PrecisionSchedule(laid_out.phases).begin(model, laid_out.phases[self.phase].first_step)
         policy.attach_draws(model, SeedTable(0, policy.count_linears(model), META).at(0, 0))
         return model, cuts
 
     def kinds(self) -> list[int]:
         """Return, for each block, the index of the first block with equal plans."""
-        plans = self.laid_out.plans(META)[0]
+        plans = self.plans
         seen: dict[tuple[object, ...], int] = {}
         blocks = (f"blocks.{index}." for index in range(len(self.laid_out.model.blocks)))
         alike = (tuple(plan for name, plan in plans.items() if name.startswith(block)) for block in blocks)

@@ -145,12 +145,13 @@ def measure(
 
     Raises ValueError if the text has no token to predict.
     """
-    documents, tokens = 0, 0
+    documents, tokens, read = 0, 0, 0
     size: int | None = 0
 
     def windows() -> Iterator[Window]:
-        nonlocal documents, size, tokens
+        nonlocal documents, size, tokens, read
         for document in cutting.taken(source, model.vocab_size):
+            read += len(document.ids) > 0
             if found := cutting.windows(document):
                 documents += 1
                 size = None if size is None or document.bytes is None else size + document.bytes
@@ -160,7 +161,8 @@ def measure(
     began = time.perf_counter()
     nll = np.array([each.nll for each in score_all(model, windows(), cutting.batch, report_tokens)])
     if not len(nll):
-        raise ValueError(f"{source.name}: no text, so there is no token to predict")
+        why = "its documents have a single token, which --start none only reads" if read else "no text"
+        raise ValueError(f"{source.name}: {why}, so there is no token to predict")
     return Measured(documents=documents, bytes=size, tokens=tokens, nll=nll, seconds=time.perf_counter() - began)
 
 

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_train.group import Group
+from lowprec_train.model.transformer import COMPILED
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.ops.formats import FORMATS
 from lowprec_train.optim.optimizer import CodedOptimizer
@@ -218,13 +219,14 @@ class Telemetry:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Modules run the forward of their class, not the compiled one that `Transformer.compile_blocks` sets."""
-    compiled = {module: module.__dict__.pop("forward") for module in model.modules() if "forward" in module.__dict__}
+    """Modules run the methods of their class, not the compiled ones that `Transformer.compile_blocks` sets."""
+    set_on = ((module, name) for module in model.modules() for name in COMPILED if name in module.__dict__)
+    compiled = {(module, name): module.__dict__.pop(name) for module, name in set_on}
     try:
         yield
     finally:
-        for module, forward in compiled.items():
-            module.forward = forward
+        for (module, name), method in compiled.items():
+            setattr(module, name, method)
 
 
 def aggregates(rows: Sequence[Row]) -> dict[str, float]:

@@ -10,7 +10,7 @@ that work but are not advisable.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import wraps
@@ -19,6 +19,8 @@ from typing import Any
 
 from lowprec_train.config import RunConfig
 from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.ops import updates
+from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.precision.linear_plan import LinearPlan
@@ -71,9 +73,14 @@ class RunPlan:
     run: RunConfig
     layer_groups: tuple[LayerGroup, ...]
     codecs: Codecs  # of moments and master weights
-    decays: Mapping[str, float]  # of the optimizer's moments
+    rule: updates.Rule  # of the optimizer
     learning_rate: Schedule  # of a 0-based step
     on_gpu: bool = False
+
+    @property
+    def uses_adamw(self) -> bool:
+        """True if AdamW updates some or all parameters."""
+        return isinstance(self.rule, AdamWRule) or self.rule.hidden_matrices_only
 
     def gemms(self) -> Iterator[tuple[LayerGroup, str, Gemm]]:
         """Yield every GEMM that quantises an operand."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from lowprec_train.numerics.formats import parse_format
+from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.train.lint.rules import Fault, RunPlan, Severity, rule
 
@@ -55,7 +56,8 @@ def typical_update(beta1: float) -> float:
 )
 def fp8_second_moment(plan: RunPlan) -> Iterator[Fault]:
     second = plan.codecs.moments[1]
-    if second.one_scale and second.format in ("E4M3", "E5M2"):
+    used = plan.uses_adamw or len(plan.rule.moments) > 1
+    if used and second.one_scale and second.format in ("E4M3", "E5M2"):
         yield Fault(what=f"optim.second_moment = {second.format} with one scale for the tensor")
 
 
@@ -67,7 +69,9 @@ def stalled_moments(plan: RunPlan) -> Iterator[Fault]:
     first, second = plan.codecs.moments
     optim = plan.run.optim
     averages = [("beta1", optim.beta1, first, EXPANSION[0]), ("beta2", optim.beta2, second, EXPANSION[1])]
-    averages += [(name, beta, first, EXPANSION[0]) for name, beta in plan.decays.items() if name != "exp_avg"]
+    averages = averages if plan.uses_adamw else []
+    own = {} if isinstance(plan.rule, AdamWRule) else plan.rule.decays
+    averages += [(name, beta, first, EXPANSION[0]) for name, beta in own.items()]
     for name, beta, codec, expansion in averages:
         least = half_step(codec, expansion)
         still = unmoved(codec, beta) if name == "beta2" and least else 0.0

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lowprec_train.data.loader import Dataset
@@ -87,5 +88,8 @@ def _optimizer(optim: Mapping[str, Any]) -> str:
     adamw = ("StableAdamW" if optim["clip_updates"] else "AdamW") + (" by apex" if optim["backend"] == "apex" else "")
     name = optim["rule"]["_target_"].rsplit(".", 1)[-1] if optim.get("rule") else adamw
     schedule = optim["schedule"]["_target_"].rsplit(".", 1)[-1]
-    states = f"m {stored('first_moment')}, v {stored('second_moment')}, weights {stored('master')}"
+    rule: Any = get_class(optim["rule"]["_target_"]) if optim.get("rule") else None
+    second = rule is None or len(rule.moments) > 1 or rule.hidden_matrices_only
+    moments = f"m {stored('first_moment')}" + (f", v {stored('second_moment')}" if second else "")
+    states = f"{moments}, weights {stored('master')}"
     return f"{name}, lr {optim['lr']:g} by {schedule}, {states}"

@@ -96,6 +96,21 @@ def test_matched_tokens_stay_fair_when_batch_sizes_differ(make_run):
     assert fp4["gap_steps"]["nats"]["mean"] == pytest.approx(0.955 / 2, abs=1e-9)
 
 
+def test_another_log_interval_changes_no_number(make_run):
+    """The same losses, logged in each step and in each tenth: no gap in either order, and equal final losses."""
+    every, tenth = make_run("bf16", losses()), make_run("fp4", losses())
+    lines = (tenth / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tenth / "metrics.jsonl").write_text("".join(lines[9::10]))
+    for baseline in ("bf16", "fp4"):
+        status, found = report([every, tenth], "--baseline", baseline, "--max-gap", "0", "--smooth", 5)
+        one, other = row(found, "bf16"), row(found, "fp4")
+        assert status == 0 and one["final_loss"] == other["final_loss"]
+        measured = other if baseline == "bf16" else one
+        assert measured["gap_tokens"]["nats"]["mean"] == measured["gap_steps"]["nats"]["mean"] == 0.0
+        assert measured["speed"]["at_loss"] == pytest.approx(measured["speed"]["raw"])
+        assert "multiples of 10 steps" in one["notes"][0] and not other["notes"] and one["last_step"] == N
+
+
 def test_speed_at_equal_loss_charges_for_slower_learning(make_run):
     """fp4 is 1.5 times as fast but needs 100 steps for the loss that bf16 has after 80: at it, 1.2 times as fast."""
     falling = 5 - np.arange(1, 101) / 128

@@ -97,6 +97,16 @@ def test_compiled_training_is_the_same_bits_with_telemetry_and_without(backend):
     assert not none and {row["step"] for row in rows} == {2, 4, 6}
 
 
+@pytest.mark.parametrize("recompute", ["model.recompute=full", "model.full_recompute_layers=1"])
+def test_compiled_blocks_that_are_recomputed_are_watched_eagerly_too(recompute):
+    """Their compiled part is another method."""
+    runs = [make("fp8", interval, recompute, compiled=True) for interval in (0, 2)]
+    (plain, none), (watched, rows) = map(fit, runs)
+    assert learned(plain) == learned(watched) and same(bits(runs[0]), bits(runs[1]))
+    assert not none and {row["step"] for row in rows} == {2, 4, 6}
+    assert all("_residual" in block.__dict__ for block in runs[1].model.blocks[:1])
+
+
 def test_a_compiled_run_makes_no_more_graphs_and_is_watched_eagerly():
     counts, rows = {}, {}
     for interval in (0, 3):
