@@ -101,3 +101,13 @@ def test_such_blocks_send_activations_again():
     selective, mixed, full = (activations(each) for each in runs)
     for what in selective:
         assert 4 * mixed[what] == 3 * selective[what] + full[what], what
+
+
+def test_layouts_that_a_run_refuses():
+    """`coat` stores expanded moments, whose groups restart at an eighth of a row."""
+    words = ("model=llama_1b3", "+recipe=coat", "parallel.tp=16")
+    with pytest.raises(ValueError, match="tp=16 gives a rank 128 of the 2048 columns of blocks.0.attention.out"):
+        Subject(run=composed(*words), gpus=16)
+    assert Subject(run=composed(*words, "optim=adamw"), gpus=16).sizes.tp == 16
+    with pytest.raises(ValueError, match="comm.node_size=3 does not divide 8 processes"):
+        Subject(run=composed("model=llama_tiny", "comm.node_size=3"), gpus=8)
