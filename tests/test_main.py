@@ -254,6 +254,7 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
         (["precision.override.dgrad.c=1", "+recipe=fp4"], "override.dgrad.c: no such field"),
         (["precision.override.dgrad.a.format=E9M9", "+recipe=fp4"], "unknown format 'E9M9'"),
         (["precision.override.dgrad.a.format=E4M3"], "quantises nothing"),
+        (["optim=muon", "optim.rule.beta1=0.5"], "is added with a plus sign: +optim.rule.beta1=0.5"),
         (["+data.colour=red"], "data.colour=red: there is no such key; data has"),
         (["optim.schedule.warmup_steps=2"], "give warmup_steps or warmup_fraction, not both"),
         (["name=a/b"], "name='a/b' cannot name a directory"),

@@ -234,6 +234,8 @@ def _missing(error: MissingConfigException, given: Sequence[Setting]) -> str:
 def _no_key(typed: Setting, key: str, error: BaseException) -> str:
     if typed.group in groups() and not typed.sign and key.partition("@")[2] in _keys():
         return f"{typed.argument}: {key} has no choice yet; one is added with a plus sign: +{typed.argument}"
+    if key.startswith("optim.rule.") and not typed.sign:
+        return f"{typed.argument}: an option of optim.rule is added with a plus sign: +{typed.argument}"
     if (inner := re.search(r"full_key: (\S+)", str(error.__cause__))) and key in _keys():  # key={inner: ...}
         if not any(each.startswith(f"{key}.") for each in _keys()):
             return f"{typed.argument}: {key} takes its keys one by one, with a plus sign: +{key}.KEY=VALUE"
