@@ -177,10 +177,13 @@ def linear_fp4_fold(x: np.ndarray, w: np.ndarray, dy: np.ndarray, seeds: Seeds, 
     return Passes(gemm(qx, fold3(w)), *fold3_backward(dy, w, qx, seeds))
 
 
-def linear_fp8_eden4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, seeds: Seeds, format: str = "BF16") -> Passes:
+def linear_fp8_eden4(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, seeds: Seeds, format: str = "BF16", *, codes: bool = True
+) -> Passes:
+    """codes: wgrad rounds fprop's codes of X, not X itself."""
     w = plain(w, format)
     qx, qw = (quantize(each, "E4M3", rule="POW2").exact for each in (x, w))
-    return Passes(gemm(qx, qw), *fold3_backward(dy, w, qx, seeds))
+    return Passes(gemm(qx, qw), *fold3_backward(dy, w, qx if codes else x, seeds))
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,10 @@ def cases(op: str) -> Cases:
         "unpack_e2m1": lambda: {"every byte": (every.reshape(8, 32),)},
         "unpack_e2m1_all": lambda: {"lists": ([every, every[1:10]], [every.repeat(2), every[:18].clone()])},
         "transpose": lambda: {"odd": (e4m3[:, :37].contiguous(),), "INT8": (codes.view(torch.int8),)},
+        "copy_weight": lambda: {
+            name: (values(3, 16), dtype, every[:1])
+            for name, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16))
+        },
         "rotate_fold": _rotate_fold,
         **activation_cases.BY_OP,
         **eden_cases.BY_OP,

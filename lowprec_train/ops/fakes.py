@@ -62,6 +62,10 @@ def _transpose(codes, after=None):  # type: ignore[no-untyped-def]
     return codes.new_empty((codes.shape[1], codes.shape[0]))
 
 
+def _copy_weight(weight, dtype, after):  # type: ignore[no-untyped-def]
+    return weight.new_empty(weight.shape, dtype=dtype)
+
+
 def _rotate_fold(  # type: ignore[no-untyped-def]
     x, scale, transposed, signs, rotation, scale_rule, headroom, exponent_span, carrier, *_
 ):
@@ -222,6 +226,7 @@ FAKES: dict[str, Callable] = {
     "quantize_both": _quantize_both,
     **dict.fromkeys(("quantize_outliers", "quantize_carrier"), _row_carriers),
     "transpose": _transpose,
+    "copy_weight": _copy_weight,
     "rotate_fold": _rotate_fold,
     "quantize_four_over_six": _quantize_nvfp4_by,
     "rotated_amax": lambda x, *_: x.new_empty((1, 1), dtype=torch.float32),

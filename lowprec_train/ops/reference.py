@@ -283,6 +283,11 @@ def unpack_e2m1_all(packed, codes):  # type: ignore[no-untyped-def]
         out.view(torch.uint8).copy_(torch.ops.lowprec.unpack_e2m1(each).view(torch.uint8))
 
 
+def copy_weight(weight, dtype, after):  # type: ignore[no-untyped-def]
+    """Return a copy of a weight in `dtype`, which a compiler cannot make before `after` exists (ops/schema.py)."""
+    return weight.to(dtype, copy=True)
+
+
 def fold(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
     """Multiply block exponents into the carrier: code * 2**(e_block - e_row + top), with one scale per row; exact
     within the span.

@@ -66,6 +66,7 @@ SCHEMAS = {
     "unpack_e2m1": "(Tensor packed) -> Tensor",
     "unpack_e2m1_all": "(Tensor[] packed, Tensor(a!)[] codes) -> ()",
     "transpose": "(Tensor codes, Tensor? after=None) -> Tensor",
+    "copy_weight": "(Tensor weight, ScalarType dtype, Tensor after) -> Tensor",
     "rotate_fold": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
         " int exponent_span, str carrier, str rounding, Tensor? seed, Tensor? origin, Tensor? after=None)"

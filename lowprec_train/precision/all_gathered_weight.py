@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.recipe import LinearRecipe, Reuse
+from lowprec_train.precision.recipe import LinearRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,7 @@ def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
     not, because means are multiplied by the unquantised weight.
     """
     fprop, quantizer = recipe.fprop, recipe.fprop.b
-    again = recipe.dgrad.b is Reuse.FPROP_CODES or recipe.weight_from_codes
-    if not isinstance(quantizer, Quantizer) or not again or fprop.codes_only:
+    if not isinstance(quantizer, Quantizer) or not recipe.needs_weight_codes or fprop.codes_only:
         return None
     if quantizer.scale is ScaleRule.LADDER or recipe.mean_split:
         return None

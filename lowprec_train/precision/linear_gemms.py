@@ -22,9 +22,9 @@ from lowprec_train.numerics.pairs import both
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import Path, accumulate, carrier_of, cast, multiply
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
-from lowprec_train.precision.mean_split import mean_product, rank_one, without_mean
+from lowprec_train.precision.mean_split import Means, mean_product, rank_one, without_mean
 from lowprec_train.precision.outliers import Residual
-from lowprec_train.precision.saved import SavedOperand, flatten, unflatten
+from lowprec_train.precision.saved import SavedForm, SavedOperand, flatten, unflatten
 from lowprec_train.precision.split import Split
 
 Observer = Callable[[OperandPlan, Tensor, Quantized], None]
@@ -32,15 +32,6 @@ Observer = Callable[[OperandPlan, Tensor, Quantized], None]
 
 Factor = Tensor | None
 """Row scales [1, k] of one operand, multiplied into the other operand before that is rounded."""
-
-
-@dataclass(frozen=True)
-class Means:
-    """rest: dY minus its mean, FP32. dy, x: means over the tokens, FP32 [n] and [k]; x: None if wgrad adds no means."""
-
-    rest: Tensor
-    dy: Tensor
-    x: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,8 @@ class LinearGemms:
         if saved_x.form.quantizer is not None and self.split is not None and self.split.dim == 0:
             saved_x = replace(saved_x, tensors=tuple(map(kept, saved_x.tensors)))
         codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
-        saved = flatten(saved_x, saved_w) + ((mean,) if self.plan.saves_mean and mean is not None else ())
+        more = (weight_amax if self.plan.recomputes_w else None, mean if self.plan.saves_mean else None)
+        saved = flatten(saved_x, saved_w) + tuple(each for each in more if each is not None)
         if fprop.codes_only:
             return self._product(fprop, x, w, x.dtype), saved
         a, b = x if codes_x is None else codes_x, w if codes_w is None else codes_w
@@ -103,6 +95,11 @@ class LinearGemms:
         plan, into = self.plan, into or weight.dtype
         x, w = unflatten(saved, plan.saved_x, plan.saved_w)
         assert x is not None
+        if plan.recomputes_w:
+            weight = torch.ops.lowprec.copy_weight(weight, dtype, dy)
+            spec, whole_amax = plan.fprop.b, saved[x.form.count : len(saved) - plan.saves_mean]
+            codes_w = replace(self, observer=None)._rounded(spec, weight, *whole_amax)
+            w = SavedOperand.of(SavedForm(quantizer=spec.quantizer), codes_w)
         x, means = self._means(x, saved, dy) if plan.needs_dy_mean else (x, None)
         by_token, by_channel = (means.rest if means and each.a.mean_split else dy for each in (plan.dgrad, plan.wgrad))
         whole = plan.saved_x.residual or plan.adds_means
@@ -157,7 +154,8 @@ class LinearGemms:
         if form.quantizer is None:
             return codes, residual, SavedOperand(form, (x,))
         if codes_t is None and later.source is Source.FORWARD:
-            codes_t = self._rounded(later, rest.t().contiguous())
+            folds = later.op is Op.ROTATE_FOLD
+            codes_t = self._folded(later, rest) if folds else self._rounded(later, rest.t().contiguous())
         elif form.transposed and codes_t is None:
             assert codes is not None
             codes_t = codes.t()

@@ -129,7 +129,9 @@ class GemmPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """The plan of one layer for one recipe, number of tokens and kind of device. shape: of the unsharded weight."""
+    """The plan of one layer for one recipe, number of tokens and kind of device. shape: of the unsharded weight.
+    recomputes_w: the backward pass rounds W again, where dgrad needs fprop's codes of it.
+    """
 
     shape: tuple[int, int]
     fprop: GemmPlan
@@ -138,6 +140,7 @@ class LinearPlan:
     saved_x: SavedForm
     saved_w: SavedForm | None
     estimator: Estimator
+    recomputes_w: bool = False
 
     @property
     def straight_through(self) -> bool:
@@ -201,6 +204,7 @@ class LinearPlan:
         for operand in self.operands():
             saved = None if operand.source is Source.LIBRARY else self.saved(operand)
             text = str(operand) if saved is None else f"{operand}; saved: {saved}"
+            text += "; rounded again for dgrad" * (self.recomputes_w and operand.name == "W")
             table[operand.gemm.name.lower()][operand.name] = text
         return table
 
@@ -221,5 +225,8 @@ def library_plan(path: Path, shape: tuple[int, int], tokens: int) -> LinearPlan:
         )
         for which, each in sizes.items()
     }
-    by_name = dict(zip(("fprop", "dgrad", "wgrad"), gemms.values(), strict=True))
-    return LinearPlan(shape=shape, **by_name, saved_x=SavedForm(), saved_w=None, estimator=StraightThrough())
+    fprop, dgrad, wgrad = gemms.values()
+    saved_x, estimator = SavedForm(), StraightThrough()
+    return LinearPlan(
+        shape=shape, fprop=fprop, dgrad=dgrad, wgrad=wgrad, saved_x=saved_x, saved_w=None, estimator=estimator
+    )

@@ -14,6 +14,8 @@ does not change the result.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,15 @@ from lowprec_train.precision.gemm import accumulate
 
 TERMS = 3  # BF16 numbers that add up to an FP32 one
 BF16_BITS = -0x10000  # sign, exponent and the seven bits of the mantissa that BF16 has
+
+
+@dataclass(frozen=True)
+class Means:
+    """rest: dY minus its mean, FP32. dy, x: means over the tokens, FP32 [n] and [k]; x: None if wgrad adds no means."""
+
+    rest: Tensor
+    dy: Tensor
+    x: Tensor | None = None
 
 
 def without_mean(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,7 @@ class _Compiler:
             wgrad=self.gemm(self.recipe.wgrad, dy_t, x_t),
             saved_x=saved_x,
             saved_w=self.saved_w(w),
+            recomputes_w=self.recomputes_w,
             estimator=StraightThrough() if self.gathered else self.recipe.estimator,
         )
 
@@ -221,6 +222,8 @@ class _Compiler:
         recipe, a = self.recipe, self.recipe.fprop.a
         if recipe.saved_input is SavedInput.OPERAND:
             assert isinstance(recipe.wgrad.b, Quantizer)
+            if recipe.wgrad.on_ladder and self.folds(Gemms.WGRAD, recipe.wgrad):
+                return SavedForm(quantizer=recipe.wgrad.b, transposed=True, folded=True, packed=True)
             packed = recipe.wgrad.b.format is E2M1 and x.op is not Op.QUANTIZE_BOTH and self.tokens % 2 == 0
             return SavedForm(quantizer=recipe.wgrad.b, transposed=True, packed=packed)
         if not recipe.saves_codes:
@@ -237,27 +240,27 @@ class _Compiler:
 
     def w(self) -> OperandPlan:
         fprop, b = self.recipe.fprop, self.recipe.fprop.b
-        used = not fprop.codes_only or self.saves_w or not isinstance(self.recipe.estimator, StraightThrough)
+        used = (
+            not fprop.codes_only
+            or self.recipe.needs_weight_codes
+            or not isinstance(self.recipe.estimator, StraightThrough)
+        )
         if not isinstance(b, Quantizer) or not used:
             return self.operand(Gemms.FPROP, Operand.B)
         source = Source.ALL_GATHERED if self.gathered else Source.FRESH
-        pair = self.reuses_w and self.pairs(Gemms.FPROP, Operand.B, b, b.transposed())
+        reused = self.recipe.dgrad.b is Reuse.FPROP_CODES and not self.recomputes_w
+        pair = reused and self.pairs(Gemms.FPROP, Operand.B, b, b.transposed())
         op = Op.NONE if self.gathered else Op.QUANTIZE_BOTH if pair else Op.QUANTIZE
-        if op is Op.QUANTIZE and not self.saves_w and self.folds_ladder(Operand.B, b):
+        if op is Op.QUANTIZE and not self.recipe.needs_weight_codes and self.folds_ladder(Operand.B, b):
             op = Op.ROTATE_FOLD
         return self.operand(Gemms.FPROP, Operand.B, source=source, quantizer=b, op=op)
 
     @property
-    def reuses_w(self) -> bool:
-        return self.recipe.dgrad.b is Reuse.FPROP_CODES
-
-    @property
-    def saves_w(self) -> bool:
-        """True if dgrad needs fprop's codes of W: it reuses them, or dequantises and rounds them again."""
-        return self.reuses_w or self.recipe.weight_from_codes
+    def recomputes_w(self) -> bool:
+        return self.recipe.recompute_weight_codes and not self.gathered
 
     def saved_w(self, w: OperandPlan) -> SavedForm | None:
-        if w.quantizer is None or not self.saves_w:
+        if w.quantizer is None or self.recomputes_w or not self.recipe.needs_weight_codes:
             estimated = w.quantizer is not None and not isinstance(self.recipe.estimator, StraightThrough)
             return SavedForm(quantizer=w.quantizer, scale_only=True) if estimated else None
         if w.op is Op.QUANTIZE_BOTH:
@@ -281,12 +284,12 @@ class _Compiler:
 
     def wgrad(self, fprop_x: OperandPlan, saved_x: SavedForm) -> tuple[OperandPlan, OperandPlan]:
         how, x = self.recipe.wgrad, self.recipe.fprop.a
-        if self.folds(Gemms.WGRAD, how) and self.decodes(saved_x):
-            return self.fresh(Gemms.WGRAD, how, Op.ROTATE_FOLD)
-        a, b = self.fresh(Gemms.WGRAD, how)
-        if self.recipe.saved_input is SavedInput.OPERAND:
+        operand = self.recipe.saved_input is SavedInput.OPERAND
+        folds = saved_x.folded if operand else self.folds(Gemms.WGRAD, how) and self.decodes(saved_x)
+        a, b = self.fresh(Gemms.WGRAD, how, Op.ROTATE_FOLD if folds else Op.QUANTIZE)
+        if operand:
             return a, replace(b, source=Source.FORWARD, op=fprop_x.op if fprop_x.op is Op.QUANTIZE_BOTH else b.op)
-        if not isinstance(how.b, Reuse):
+        if folds or not isinstance(how.b, Reuse):
             return a, b
         assert x is not None
         return replace(a, scaled=gemm.row_scales(x, self.tokens, self.k)), replace(

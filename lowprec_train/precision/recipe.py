@@ -38,7 +38,7 @@ class SavedInput(Enum):
     INPUT    the BF16 tensor
     CODES    fprop's codes: E2M1 codes two a byte, FOLD3's FP8 carriers one a byte
     PACKED   FOLD3 only: E2M1 codes two a byte and a byte per block scale; the same values as CODES
-    OPERAND  wgrad's operand, rotated and quantised in the forward pass
+    OPERAND  wgrad's operand, rotated and quantised in the forward pass; E2M1 two codes a byte
     """
 
     INPUT = "input"
@@ -118,6 +118,8 @@ class LinearRecipe:
 
     mean_split: subtract the means over the tokens from X and dY before rounding (`precision.mean_split`).
     weight_from_codes: round dgrad's W^T from the dequantised codes of fprop, not from W.
+    recompute_weight_codes: where dgrad needs fprop's codes of W, round W once more in the backward pass instead of
+    saving them. The codes are the same. Codes that FSDP all-gathers are not saved in either case.
     native_block_scales: use block-scaled tensor cores if they support the format; False uses the paths of GPUs without.
     backend: a library that runs the layer; all other fields must then have their defaults.
     Raises ValueError for a combination that no plan can execute.
@@ -130,6 +132,7 @@ class LinearRecipe:
     saved_input: SavedInput = SavedInput.INPUT
     mean_split: bool = False
     weight_from_codes: bool = False
+    recompute_weight_codes: bool = False
     native_block_scales: bool = True
     backend: Backend | None = None
 
@@ -153,6 +156,10 @@ class LinearRecipe:
             raise ValueError(
                 f"weight_from_codes=true needs quantisers in fprop.b and dgrad.b: fprop.b is {self.fprop.b}, dgrad.b "
                 f"{self.dgrad.b}"
+            )
+        if self.recompute_weight_codes and not self.needs_weight_codes:
+            raise ValueError(
+                f"recompute_weight_codes=true needs a dgrad that uses fprop's codes of W, not {self.dgrad}"
             )
         if self.fprop.rotation is not None and (reused or self.weight_from_codes):
             raise ValueError("fprop's codes are rotated along its own k, so a backward GEMM cannot reuse them")
@@ -195,6 +202,11 @@ class LinearRecipe:
     def saves_codes(self) -> bool:
         """True when wgrad's X comes from fprop's codes."""
         return self.wgrad.b is Reuse.FPROP_CODES or self.saved_input.of_fprop
+
+    @property
+    def needs_weight_codes(self) -> bool:
+        """True when dgrad reuses fprop's codes of W, or dequantises and rounds them again."""
+        return self.dgrad.b is Reuse.FPROP_CODES or self.weight_from_codes
 
     def gemms(self) -> dict[str, Gemm]:
         """The three GEMMs by name."""

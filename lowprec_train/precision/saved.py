@@ -85,7 +85,7 @@ class SavedOperand:
         assert quantizer is not None
         stored, scale = self.tensors[:2]
         if self.form.split_carriers:
-            return quantizer.wrap(torch.ops.lowprec.unpack_ladder(stored, scale), self.tensors[2])
+            return Quantized(torch.ops.lowprec.unpack_ladder(stored, scale), self.tensors[2])
         codes = torch.ops.lowprec.unpack_e2m1(stored) if self.form.packed else stored
         if not self.form.two_level:
             return quantizer.wrap(codes, scale)

@@ -105,7 +105,7 @@ def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
         coded = before.saved_input.of_fprop
         saved = target.saved_input if coded else before.saved_input
         return replace(before, fprop=target.fprop, estimator=target.estimator, saved_input=saved)
-    reused = Reuse.FPROP_CODES in (before.dgrad.b, before.wgrad.b) or before.weight_from_codes
+    reused = before.wgrad.b is Reuse.FPROP_CODES or before.needs_weight_codes
     if not before.saved_input.of_fprop and not reused:
         return replace(before, fprop=target.fprop, estimator=StraightThrough())
     return replace(before, fprop=replace(before.fprop, codes_only=True), estimator=StraightThrough())

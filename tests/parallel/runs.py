@@ -43,6 +43,7 @@ LEAN = (IN_BACKWARD, "optim.offload=true", "model.recompute=full", "model.offloa
 SUMS = "+optim/moment@optim.grad_accumulation"
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 FIRST_AGAIN = ("model.recompute=selective", "model.full_recompute_layers=1")
+WEIGHTS_AGAIN = ("precision.override.recompute_weight_codes=true", "parallel.param_all_gather=bf16")
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
 CASES["fp4_mixed"] += (LATER,)
 RECIPES = tuple(name for name in CASES if name not in BY_NIGHT)
@@ -67,6 +68,7 @@ CASES |= {
     "muon": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim=muon"),
     "muon gpt": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0", "optim=muon", E4M3_MOMENTUM),
     "in bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0"),
+    "weights again": ("+recipe=fp8", *SPLIT, *WEIGHTS_AGAIN, "comm=fp32", "max_grad_norm=0"),
     "some blocks again": ("+recipe=fp8", *SPLIT, *FIRST_AGAIN, "comm=fp32", "max_grad_norm=0"),
     "qwen 3": ("+recipe=fp8", *SPLIT, *WIDE_HEADS, "comm=fp32", "max_grad_norm=0"),
     "post-norm": ("+recipe=fp8", *SPLIT, "model.norm_placement=post", "seed=4", "comm=fp32", "max_grad_norm=0"),
@@ -85,7 +87,7 @@ CUT = (
     "in bf16",
     "qwen 3",
 )
-CUT += ("own comm fp4", "pairs", "some blocks again")
+CUT += ("own comm fp4", "pairs", "some blocks again", "weights again")
 """Options that tensor parallel changes: parameters, norms, saved activations or sums that are cut another way."""
 
 SUMMED = {  # with several micro-batches, where whole gradients are added up

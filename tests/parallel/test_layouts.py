@@ -90,6 +90,11 @@ def test_updates_in_the_backward_pass_and_offloaded_states_change_no_bit(name, r
     assert all(rank["lean coat"] == rank["coat"] for rank in ranks_at(name))
 
 
+@pytest.mark.parametrize("name", ["dp2", "dp2-tp2"])
+def test_weights_that_are_rounded_again_in_the_backward_pass_change_no_bit(name, ranks_at):
+    assert all(rank["weights again"] == rank["fp8"] for rank in ranks_at(name))
+
+
 def test_sums_of_gradients_in_codes(ranks_at):
     """Whole gradients are added up on each rank until the last micro-batch. In FP32 codes these are the bits of FSDP2's
     own sums; in BF16 the losses stay within a rounding of each sum.

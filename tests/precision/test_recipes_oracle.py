@@ -75,6 +75,7 @@ MIDDLE = (128, 256, 384)
 NVFP4 = NV(seeds, FIRST_TOKEN)
 UNIFORM = UFP4(seeds, FIRST_TOKEN)
 QUARTET = Quartet(seeds, FIRST_TOKEN)
+OPERAND = {"saved_input": "operand"}
 Emulation = Callable[..., Passes]
 NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "fp8_rowwise": (fp8_rowwise.recipe, linear_fp8_rowwise),
@@ -141,6 +142,7 @@ OPTIONS = [
         )
         for bits, how in ((6, "truncate"), (4, "nearest"), (1, "nearest"))
     ),
+    (override(fp8_eden4.recipe(), OPERAND), lambda *a: linear_fp8_eden4(*a, seeds, "FP32", codes=False)),
     (w4a8.recipe(gradient="E4M3"), lambda *a: linear_w4a8(*a, "E4M3", "FP32")),
     (ufp4.recipe(stochastic=False), lambda *a: linear_ufp4(*a, replace(UNIFORM, stochastic=False), "FP32")),
     (ufp4.recipe(rotation=0), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=0), "FP32")),

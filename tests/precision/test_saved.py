@@ -13,10 +13,11 @@ import torch
 
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized
+from lowprec_train.ops.ladder import SPAN
 from lowprec_train.precision import gemm, linear_gemms
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe, Reuse, override
-from lowprec_train.recipes import fp4_fold, fp4_mixed, fp8_block, mxfp4, mxfp4_fp8, mxfp8, nvfp4
+from lowprec_train.recipes import fp4_fold, fp4_mixed, fp8_block, fp8_eden4, mxfp4, mxfp4_fp8, mxfp8, nvfp4
 from tests.oracle import TABLES, bf16, quantize, random_bits, rotate_float32, tiles
 from tests.oracle_linear import ROTATION, WGRAD, B
 from tests.oracle_recipes import unpacked
@@ -103,6 +104,25 @@ def test_packed_carriers_are_the_same_bits(data):
 
 
 @pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
+def test_a_packed_operand_on_the_ladder(data):
+    """4.5 bits an element and a scale per row, factor included, multiplied as the carriers that the op made."""
+    x, w, _ = make(data, "BF16", SIZES)
+    layer = linear(override(fp8_eden4.recipe(), {"saved_input": "operand"}), w)
+    kept = saved(layer, x)
+    seen = Counter({dtype: sum(t.nbytes for t in kept if t.dtype == dtype) for dtype in {t.dtype for t in kept}})
+    assert seen == {U8: M * K // 2, E4M3: M * K // 16, F32: 4 * K}
+    rotated = layer.recipe.wgrad.rotation
+    given = (torch.from_numpy(x).to(BF16), None, True, layer.draws.signs(Gemms.WGRAD), 128, rotated.gain(Operand.B))
+    carriers, row = torch.ops.lowprec.rotate_fold_ladder(*given, (1, 16), "mse", SPAN, True)
+    codes, scale, of_row = (next(t for t in kept if t.dtype == dtype) for dtype in (U8, E4M3, F32))
+    assert torch.equal(torch.ops.lowprec.unpack_ladder(codes, scale).view(U8), carriers.view(U8))
+    assert torch.equal(of_row, row)
+    told = layer.plan(M, BF16, torch.device("cpu")).describe()
+    assert told["fprop"]["X"] == "fresh, quantize; saved: packed codes and scales of blocks of the transpose"
+    assert told["wgrad"]["X^T"] == "rounded in the forward pass, rotate_fold, rotated 128"
+
+
+@pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
 def test_the_codes_that_nvfp4_keeps(data):
     """Both halves of the bytes, and both levels of the scales: X^T rotated along the tokens, W in its squares."""
     x, w, _ = make(data, "BF16", SIZES)
@@ -137,6 +157,7 @@ OPERANDS: dict[str, LinearRecipe] = {
     "fp4_mixed": fp4_mixed.feed_forward(),
     "mxfp8": mxfp8.recipe(),
     "mxfp4": override(mxfp4.recipe(), {"saved_input": "OPERAND"}),
+    "fp8_eden4": override(fp8_eden4.recipe(), {"saved_input": "OPERAND"}),
 }
 
 

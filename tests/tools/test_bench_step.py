@@ -180,6 +180,20 @@ def test_a_profile_of_nobody_is_refused(capsys):
         step.profile_filters(["bf16", ""], ["bf16"])
 
 
+def test_settings_of_precision_are_for_recipes_and_not_for_the_bf16_beside_them(capsys):
+    policy = "+precision.policy={blocks.*: {_target_: lowprec_train.recipes.fp8.recipe}}"
+    work = replace(WORK, overrides=("precision.override.recompute_weight_codes=true", policy))
+    work.check()
+    bf16, w4a8 = (ours.Ours(name).run(work).precision for name in ("bf16", "w4a8"))
+    assert bf16 == composed("+recipe=bf16").precision
+    assert w4a8.override == {"recompute_weight_codes": True} and "fp8" in w4a8.policy["blocks.*"]["_target_"]
+    given = f"bench step --model {WORK.model} --seq-len 32 --dry-run --peers none --set {work.overrides[0]}".split()
+    assert cli.main([*given, "--recipes", "w4a8"]) == 0
+    capsys.readouterr()
+    assert cli.main([*given, "--recipes", "w4a8,mxfp4"]) == 2
+    assert "recompute_weight_codes=true needs a dgrad that uses fprop's codes of W" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_what_does_not_fit(capsys):
     sizes = ["--model", "dim=96,heads=2,ffn=160,layers=2", "--seq-len", "64"]
     assert cli.main(["bench", "step", *sizes, "--dry-run", "--recipes", "fp8_block", "--peers", "none"]) == 1

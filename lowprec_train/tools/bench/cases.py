@@ -219,6 +219,10 @@ def _pairs() -> Iterator[Case]:
 
 
 def _codes_alone() -> Iterator[Case]:
+    def copied(weight: Tensor) -> Any:
+        return ops.copy_weight(weight, torch.bfloat16, weight)
+
+    yield Case(name="BF16", op="copy_weight", inputs=values(), call=copied, shapes=WEIGHTS)
     one = _codes("E4M3", (-1, -1), scales=False)
     yield Case(name="1 byte", op="transpose", inputs=one, call=ops.transpose)
     four = _codes("E2M1", (1, -1), "FP32", scales=False)

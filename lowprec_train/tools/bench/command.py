@@ -116,7 +116,11 @@ def _step_options(step: argparse.ArgumentParser) -> None:
     step.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="maximum gradient norm (default: none)")
     step.add_argument("--eager", action="store_true", help="do not compile")
     step.add_argument(
-        "--set", metavar="OVERRIDE", action="append", default=[], help="Hydra override for the models of this package"
+        "--set",
+        metavar="OVERRIDE",
+        action="append",
+        default=[],
+        help="Hydra override for the models of this package; of precision: not for BF16",
     )
     step.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants per group (default: 4)")
     step.add_argument(
@@ -253,6 +257,7 @@ def _step(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("model", "batch", "seq_len", "parameters", "clip")}
     work = Work(**given, device=device, compiled=not arguments.eager, overrides=tuple(arguments.set))
     work.check()
+    ours.check_precision(arguments.recipes, work)
     if arguments.dry_run:
         found = step.dry_run(contestants, work, largest=arguments.groups)
         print(report.dry(found))

@@ -7,9 +7,10 @@ its model on the device of the work; on the meta device, this finds errors witho
 from __future__ import annotations
 
 import importlib.util
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -57,6 +58,12 @@ class Work:
         return DTYPES[self.parameters]
 
     @property
+    def baseline(self) -> Work:
+        """This work without changes of `precision`, which are for recipes and not for the BF16 beside them."""
+        kept = (each for each in self.overrides if re.split(r"[./=@]", each.lstrip("+~"))[0] != "precision")
+        return replace(self, overrides=tuple(kept))
+
+    @property
     def hydra(self) -> list[str]:
         """Overrides of `train.yaml`."""
         shape = [f"micro_batch={self.batch}", f"data.seq_len={self.seq_len}", f"tokens_per_step={self.tokens}"]
@@ -70,7 +77,7 @@ class Work:
 
     def check(self) -> None:
         """Raise ValueError if the model cannot be built, or with a setting that only the trainer has."""
-        run = composed(*self.hydra)
+        run = composed(*self.baseline.hydra)
         build.layout(run)
         if run.cuda_graph:
             raise ValueError("cuda_graph=true is a setting of the trainer; measure it with an arm of bench parallel")
@@ -78,7 +85,7 @@ class Work:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """vocab_size, dim, layers, heads and ffn of the model."""
-        model = composed(*self.hydra).model
+        model = composed(*self.baseline.hydra).model
         parts = (model.attention, model.norm, model.activation, model.positions, model.bias, model.tied)
         if parts != ("causal", "rmsnorm", "swiglu", "rotary", False, False):
             raise ValueError(f"the peers are LLaMA models, and {self.model} is not")

@@ -75,6 +75,7 @@ class Ours:
     def run(self, work: Work) -> RunConfig:
         """Return the configuration of its run."""
         chosen = [f"+precision/scaling={self.scaling}"] if self.scaling else []
+        work = work.baseline if self.recipe == BASELINE else work
         run = composed(*work.hydra, f"+recipe={self.recipe}", *chosen)
         if self.head:
             run.precision.policy["head"] = composed(f"+recipe={self.head}").precision.policy["blocks.*"]
@@ -113,8 +114,13 @@ class Ours:
 def contestants(texts: Iterable[str], *, head: str | None = None, own: bool = False) -> list[Contestant]:
     """Return contestants for recipes with modifiers; BF16 is always the first."""
     parsed = [Ours.parse(text, head=head, own=own and text != BASELINE) for text in texts]
-    found = [Ours(BASELINE), *(each for each in parsed if each != Ours(BASELINE))]
-    return [each.contestant for each in dict.fromkeys(found)]
+    return [each.contestant for each in dict.fromkeys([Ours(BASELINE), *parsed])]
+
+
+def check_precision(texts: Iterable[str], work: Work) -> None:
+    """Raise ValueError for an override of `precision` that a recipe does not take."""
+    for precision in (Ours.parse(text).run(work).precision for text in texts):
+        build.recipes(precision.policy, precision.override)
 
 
 def own_adamw(run: RunConfig, module: nn.Module) -> Update:
@@ -148,7 +154,7 @@ def materialise(model: Transformer, device: torch.device, seed: int) -> SeedTabl
 
 def with_torch_linears(work: Work) -> Built:
     """Build the trainer's model with torch.nn.Linear under autocast, which shows the overhead of `Linear`."""
-    run = composed(*work.hydra, f"+recipe={BASELINE}")
+    run = composed(*work.baseline.hydra, f"+recipe={BASELINE}")
     model = build.layout(run).model
     materialise(model, work.device, run.seed)
     for parent in list(model.modules()):

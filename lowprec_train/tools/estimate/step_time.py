@@ -109,6 +109,9 @@ class Pass:
                 quantise += (roundings if which == "fprop" else 1) * self._quantise(plan, each, read) / tp
             if not plan.straight_through:
                 quantise += math.prod(plan.shape) * self.device.kernels["slope"] / tp
+            if plan.recomputes_w:
+                copied = (read + BF16) / self.device.memory
+                quantise += math.prod(plan.shape) * (copied + self._operand(plan, plan.fprop.b, BF16)) / tp
             if read == FP32 and plan.fprop.b.quantizer is None:
                 quantise += math.prod(plan.shape) * (FP32 + BF16) / self.device.memory / tp
         return {"gemm": gemm, "quantise": quantise, "elementwise": self._elementwise(), "attention": self._attention()}
@@ -146,7 +149,8 @@ class Pass:
             return 0.0
         if operand.source is Source.FPROP_CODES:
             saved = layer.saved_x if operand.operand is Operand.B and operand.name == "X^T" else layer.saved_w
-            return 0.0 if saved is None or saved.transposed else 2 * CODE * copy
+            ready = saved.transposed if saved is not None else not layer.recomputes_w
+            return 0.0 if ready else 2 * CODE * copy
         if operand.op is Op.QUANTIZE_BOTH:  # one op quantises an operand and its transpose; counted with the first
             if operand.transposed and operand.name != "W^T":
                 return 0.0
