@@ -6,7 +6,7 @@ from a dtype or from the presence of a seed.
 
 `after` is a tensor that is not read. An op of a backward pass that depends on weights alone gets a gradient here: else
 a compiler may run the op in the forward pass and save the result, although the weights are there in both passes. Not
-where weights are cast first: the compiler would save the cast, which is wider.
+where weights are cast first: the compiler would save the cast, which is wider. `copy_weight` is a cast that waits.
 """
 
 from __future__ import annotations
