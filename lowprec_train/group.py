@@ -94,13 +94,31 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def kept(x: Tensor) -> Tensor:
-    """Return x, made from what a collective returned and smaller than that, so that `model.recompute` may save it
-    instead. A compiled graph has an operation here that does nothing.
+    """Return x, so that a recomputed block saves it and not what it is made from. A compiled graph has an operation
+    here that does nothing; `model.joint_graph.KeepMarked` removes it.
     """
     if not torch.compiler.is_compiling():
         return x
     same: Tensor = torch.ops.prims.convert_element_type.default(x, x.dtype)
     return same
+
+
+def rounded_and_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in `dtype`, `kept`, with a gradient."""
+    result: Tensor = _RoundedAndKept.apply(x, dtype) if torch.compiler.is_compiling() else x.to(dtype)
+    return result
+
+
+class _RoundedAndKept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        result: Tensor = torch.ops.prims.convert_element_type.default(x, dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
 
 
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from lowprec_train.model.joint_graph import partitioned
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E2M1
@@ -59,12 +60,13 @@ def test_compiled_and_recomputed_are_the_bits_of_eager(model: str, recompute: st
     assert_same(*(loss_and_gradients(one.model, one.seeds) for one in (compiled, eager)))
 
 
+@pytest.mark.parametrize("recompute", ["norms", "selective"])
 @pytest.mark.parametrize("recipe", one_of_a_kind_by_day([name for name in SYSTEMS if name != "coat"]))
-def test_every_recipe_recomputed_selectively_has_the_bits_of_eager(recipe: str) -> None:
+def test_every_recipe_recomputed_in_part_has_the_bits_of_eager(recipe: str, recompute: str) -> None:
     """Partitioned as Inductor does, whose choice of what is saved the policy decides."""
-    eager, compiled = system(recipe), system(recipe, "llama_tiny", "model.recompute=selective")
+    eager, compiled = system(recipe), system(recipe, "llama_tiny", f"model.recompute={recompute}")
     for block in compiled.model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager_decomp_partition")
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=partitioned)
     assert_same(*(loss_and_gradients(one.model, one.seeds) for one in (compiled, eager)))
 
 

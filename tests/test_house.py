@@ -45,6 +45,7 @@ TORCH_ADAPTERS = {
 TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
 TORCH_ADAPTERS |= {"lowprec_train/comm/fsdp_backward.py", "lowprec_train/comm/symmetric_memory.py"}
 TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/flight.py", "lowprec_train/tools/bench/storages.py"}
+TORCH_ADAPTERS |= {"lowprec_train/model/joint_graph.py"}
 
 
 def relative(path: Path) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowprec_train.group import kept
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.ops import activations as ops
 from lowprec_train.precision.gemm import cast
@@ -142,7 +143,7 @@ class _Activation(torch.autograd.Function):
         else:
             y, amax, *saved = getattr(torch.ops.lowprec, op)(x, *how)
         ctx.op, ctx.how = op, how
-        ctx.save_for_backward(*(saved or (x,)))
+        ctx.save_for_backward(*((saved if recomputes else map(kept, saved)) if saved else (x,)))
         ctx.mark_non_differentiable(amax)
         return y, amax
 

@@ -25,7 +25,7 @@ class Architecture:
     tied: the head uses the embedding's weight.
     rope_theta: base of the rotary frequencies; unused when positions are learned.
     rope_scaling: scaling of these frequencies, see `layers.scaled_frequencies`; None: none.
-    recompute: "none" | "selective" | "full", see `model.recompute`.
+    recompute: "none" | "norms" | "selective" | "full", see `model.recompute`.
     full_recompute_layers: the first N blocks are recomputed as with "full", the others as `recompute` says.
     offload: keep inputs of blocks in host memory between the passes, see `model.offload`; needs recompute "full".
     loss_chunk: number of tokens whose logits exist at a time, see `model.head`; None: all of a micro-batch.

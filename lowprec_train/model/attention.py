@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowprec_train.group import rounded_and_kept
 from lowprec_train.model.cache import LayerCache
 from lowprec_train.model.layers import Angles, RMSNorm, rotate
 from lowprec_train.numerics.draws import Draws
@@ -76,8 +77,10 @@ class Attention(nn.Module):
         q_BTKGH, k_BTKGH, v_BTKGH = groups_BTKGH.split((self.queries, 1, 1), dim=-2)
         q_BTKGH, k_BTKGH = self.queries_and_keys(q_BTKGH, k_BTKGH)
         if angles is not None:
-            q_BTKGH, k_BTKGH = rotate(q_BTKGH, angles), rotate(k_BTKGH, angles)
+            plain = type(self).queries_and_keys is Attention.queries_and_keys
+            q_BTKGH, k_BTKGH = (rotate(each, angles, kept=plain) for each in (q_BTKGH, k_BTKGH))
             v_BTKGH = v_BTKGH.contiguous()  # a view would keep the q and k of before the rotation for backward
+            v_BTKGH = rounded_and_kept(v_BTKGH, v_BTKGH.dtype) if plain else v_BTKGH
         q, k, v = (each.flatten(2, 3).transpose(1, 2) for each in (q_BTKGH, k_BTKGH, v_BTKGH))
         if cache is not None:
             k, v = cache.extend(k, v)

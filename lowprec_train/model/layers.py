@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowprec_train.group import rounded_and_kept
 from lowprec_train.model.activations import (
     RMS,
     GatedSiLU,
@@ -215,8 +216,12 @@ def positions_in_document(documents_BT: Tensor) -> Tensor:
     return place_T - torch.where(begins_BT, place_T, 0).cummax(dim=1).values
 
 
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate x [B, T, ..., H] by the angles of its positions, in FP32; halves are paired (Hugging Face's layout)."""
+def rotate(x: Tensor, angles: Angles, *, kept: bool = False) -> Tensor:
+    """Rotate x [B, T, ..., H] by the angles of its positions, in FP32; halves are paired (Hugging Face's layout).
+
+    kept: recomputed blocks save the result (`group.rounded_and_kept`).
+    """
     cos, sin = (table.view(-1, *(1,) * (x.ndim - 3), table.shape[-1]) for table in angles)
     low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
+    rotated = torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1)
+    return rounded_and_kept(rotated, x.dtype) if kept else rotated.to(x.dtype)

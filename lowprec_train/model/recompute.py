@@ -1,9 +1,12 @@
 """Activation recomputation: what a block saves for its backward pass, and what it recomputes.
 
 `none` saves everything. `full` saves the input of a block and recomputes the block. `selective` saves the outputs of
-GEMMs, of attention and of collectives, and recomputes everything else, because it is cheap: norms, activations, rotary
-embedding, residual sums, casts, rotations, and the codes of X and of W. Tensor-parallel ranks gather X or its codes
-again, because the rows of all ranks are as many times larger as there are ranks. All three give the same bits: rounding
+GEMMs, of attention and of collectives, and recomputes everything else, because it is cheap: norms, activations,
+residual sums, casts, rotations, and the codes of X and of W. Compiled, it saves queries and keys after the rotary
+embedding, which take the same memory, unless they have norms. Tensor-parallel ranks gather X or its codes
+again, because the rows of all ranks are as many times larger as there are ranks. `norms` recomputes less: norms, and
+the codes of what norms and attention return. It saves what the last linear of a block takes and the codes of W
+(`group.kept`), but eager it is as `selective`. All give the same bits: rounding
 is deterministic or draws from tensors that do not change between forward and backward, so no random state is saved.
 Inductor computes fused operations in FP32 and rounds what it saves, so its losses differ between the modes by what
 compiled and eager losses differ, 1e-5 of a loss.
@@ -82,6 +85,11 @@ def selective(function: Callable[..., Any], *args: Any) -> Any:
     return _again(function, *args, context_fn=partial(create_selective_checkpoint_contexts, policy))
 
 
+def norms(function: Callable[..., Any], *args: Any) -> Any:
+    """`selective` in a block whose linears mark what else is saved (`Linear.keeps_x`, `Linear.keeps_w`)."""
+    return selective(function, *args)
+
+
 _again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
-RECOMPUTE: dict[str, Recompute] = {"none": keep_all, "selective": selective, "full": _again}
+RECOMPUTE: dict[str, Recompute] = {"none": keep_all, "norms": norms, "selective": selective, "full": _again}

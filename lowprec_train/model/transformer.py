@@ -31,6 +31,7 @@ from lowprec_train.model.attention import Attention, FullQKNorm, QKNorm, attenti
 from lowprec_train.model.cache import Cache, LayerCache
 from lowprec_train.model.head import Head, TiedHead, chunked_loss
 from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
+from lowprec_train.model.joint_graph import keep_marked
 from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU
 from lowprec_train.model.loss import CrossEntropy
 from lowprec_train.model.offload import BlockInputs
@@ -60,9 +61,13 @@ class Block(nn.Module):
         self.attention = attention
         self.mlp = mlp
         self.recompute = recompute
+        selective, only_norms = recompute is RECOMPUTE["selective"], recompute is RECOMPUTE["norms"]
         for layer in (*norms, mlp):
             if isinstance(layer, QuantizedSavedInput):
-                layer.recomputes = recompute is RECOMPUTE["selective"]
+                layer.recomputes = selective or (only_norms and layer is not mlp)
+        for name, layer in self.named_modules():
+            if only_norms and isinstance(layer, Linear):
+                layer.keeps_w, layer.keeps_x = True, name == f"mlp.{getattr(mlp, 'feeds', '')}"
 
     def forward(
         self,
@@ -265,6 +270,8 @@ class Transformer(nn.Module):
         static: another batch, also of another model in this process, has a graph of its own.
         """
         whole, options = fullgraph and not self.breaks_graphs, {"dynamic": False} | options
+        if options.get("backend", "inductor") == "inductor":
+            keep_marked()
         for block in self.blocks:
             compile_block(block, fullgraph=whole, **options)
         for module in (self.norm, self.head) if self.loss_chunk is None else (self.norm,):

@@ -6,6 +6,7 @@ between the forward and the backward pass.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.group import all_gather_rows, reduce_scatter_rows
+from lowprec_train.group import all_gather_rows, reduce_scatter_rows, rounded_and_kept
 from lowprec_train.numerics.draws import Draws, SeedTable, SiteDraws
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.backend import BackendLayer, run
@@ -42,6 +43,7 @@ class Linear(nn.Linear):
     (dim 0) or of the columns (dim 1), and y [1, rows, out] its shard of the columns or of the rows.
     gathered: the weight after its all-gather if it is sharded by FSDP; None: the parameter itself.
     weight_amax: amax of the whole tensor-parallel weight (`parallel.weight_amax`); None: it is all-reduced here.
+    keeps_x, keeps_w: X or its codes, and the codes of W, are saved although `model.recompute` would recompute them.
     """
 
     site: int | None
@@ -50,10 +52,13 @@ class Linear(nn.Linear):
     split: Split | None
     gathered: AllGatheredWeight | None
     weight_amax: Tensor | None
+    keeps_x: bool
+    keeps_w: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.site = self.draws = self.observer = self.split = self.gathered = self.weight_amax = None
+        self.keeps_x = self.keeps_w = False
         self.recipe = LinearRecipe()
 
     @property
@@ -82,13 +87,14 @@ class Linear(nn.Linear):
         While torch.compile traces, the cache is not used: filling it would be a side effect.
         """
         fused, coded = self.observer is None, self.gathered is not None and self.gathered.coded
-        key = (tokens, dtype, device, fused, coded, self.split is None)
+        key = (tokens, dtype, device, fused, coded, self.split is None, self.keeps_x, self.keeps_w)
         compiling = torch.compiler.is_compiling()
         if not compiling and key in self._plans:
             return self._plans[key]
         plan = compile_plan(
             self.recipe, self.shard_shape, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
         )
+        plan = replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w)
         if not compiling:
             if len(self._plans) == PLAN_CACHE_SIZE:
                 del self._plans[next(iter(self._plans))]
@@ -143,6 +149,7 @@ class Linear(nn.Linear):
             weight = self.weight if given is None else given.tensors[0]
             if self.recipe.backend is not None:
                 return run(self.backend_layer, x, weight, bias), None
+            x = rounded_and_kept(x, x.dtype) if self.keeps_x else x
             return F.linear(x, weight.to(x.dtype), bias), None
         seeds = () if draws is None else (draws.seeds, draws.token_rows, draws.token_columns)
         leaf, coded = (self.weight, False) if given is None else (given.leaf, given.coded)

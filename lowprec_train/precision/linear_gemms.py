@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowprec_train.group import kept, rounded
+from lowprec_train.group import rounded
 from lowprec_train.numerics import rotated
 from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
@@ -63,9 +63,10 @@ class LinearGemms:
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
         rest, mean = without_mean(x) if self.plan.needs_x_mean else (x, None)
         codes_x, residual, saved_x = self._input(x, rest, amax)
-        if saved_x.form.quantizer is not None and self.split is not None and self.split.dim == 0:
-            saved_x = replace(saved_x, tensors=tuple(map(kept, saved_x.tensors)))
+        saved_x = saved_x.kept() if self.plan.keeps_x else saved_x
         codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
+        if self.plan.keeps_w and saved_w is not None and gathered is None:
+            saved_w = saved_w.kept()
         more = (weight_amax if self.plan.recomputes_w else None, mean if self.plan.saves_mean else None)
         saved = flatten(saved_x, saved_w) + tuple(each for each in more if each is not None)
         if fprop.codes_only:

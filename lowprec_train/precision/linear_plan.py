@@ -141,6 +141,8 @@ class LinearPlan:
     saved_w: SavedForm | None
     estimator: Estimator
     recomputes_w: bool = False
+    keeps_x: bool = False
+    keeps_w: bool = False
 
     @property
     def straight_through(self) -> bool:

@@ -6,11 +6,12 @@ Autograd saves a flat tuple of tensors; `SavedForm.count` is the number that bel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lowprec_train.group import kept
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.precision.outliers import Residual
 
@@ -78,6 +79,10 @@ class SavedOperand:
         levels = (codes.parts["block"], codes.parts["tensor"]) if form.two_level else (codes.scale,)
         rest = (residual.values, residual.columns) if residual is not None and form.residual else ()
         return cls(form, (stored, *levels, *rest))
+
+    def kept(self) -> SavedOperand:
+        """The operand, which a recomputed block saves (`group.kept`)."""
+        return replace(self, tensors=tuple(map(kept, self.tensors)))
 
     def codes(self) -> Quantized:
         """The codes, unpacked."""

@@ -26,6 +26,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from lowprec_train.group import kept
 from lowprec_train.numerics.formats import E2M1, NEAREST
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops import activations
@@ -153,7 +154,8 @@ class _ThroughCodes(torch.autograd.Function):
         pairs, values = _rounded(inputs, quantizer, observer, recomputes)
         ctx.formula, ctx.quantizer, ctx.count = formula, quantizer, count
         ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
-        ctx.save_for_backward(*parameters, *(part for pair in pairs for part in pair))
+        parts = (part for pair in pairs for part in pair)
+        ctx.save_for_backward(*parameters, *(parts if recomputes else map(kept, parts)))
         return cast(formula.forward(values, parameters), ctx.dtype)
 
     @staticmethod

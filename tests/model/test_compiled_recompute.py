@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lowprec_train.model.joint_graph import partitioned
 from tests.recipes import system
 
 
@@ -12,7 +13,7 @@ def test_a_block_keeps_its_input_alone(recipe):
     torch._dynamo.reset()
     one, kept = system(recipe, "llama_tiny", "model.recompute=full", "model.layers=1"), []
     (block,) = one.model.blocks
-    one.model.compile_blocks(backend="aot_eager_decomp_partition", dynamic=False)
+    one.model.compile_blocks(backend=partitioned, dynamic=False)
     x = torch.randn(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
     draws = one.seeds.at(0, 0).part(*one.model.block_sites[0])
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -23,7 +23,7 @@ from lowprec_train.ops.schema import SCHEMAS
 from tests.recipes import MODELS, SYSTEMS, System, by_day, system
 
 aten = torch.ops.aten
-CHOICES = ("none", "selective", "full")
+CHOICES = ("none", "norms", "selective", "full")
 
 
 class Record(TorchDispatchMode):

@@ -21,13 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowprec_train.model.joint_graph import keep_marked, partitioned
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import attach_draws
 from tests.recipes import MODELS, System, system
 
 B, T, GROUP = 2, 64, 16
 FP8, BYTE, BF16, FP32 = torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32
-PARTITION = "aot_eager_decomp_partition"
 Bytes = Counter[torch.dtype]
 
 
@@ -101,6 +101,16 @@ def selective(recipe: str, shape: Shape) -> Bytes:
     return found + Bytes({BF16: 2 * 2 * shape.dim}) + activation("bf16", shape)
 
 
+def without_norms(recipe: str, shape: Shape) -> Bytes:
+    """Of a token, compiled, with `model.recompute=norms`: neither what norms return nor codes of it or of what
+    attention returns.
+    """
+    inputs = norms(recipe, shape, True) if recipe == "coat" else Bytes({BF16: 2 * 2 * shape.dim})
+    of_down = {BF16: 2 * shape.ffn} if recipe == "bf16" else {FP8: shape.ffn}
+    output = Bytes({BF16: 2 * shape.dim if recipe == "bf16" else 0})
+    return inputs + activation(recipe, shape) + attention(recipe, shape) + output + Bytes(of_down)
+
+
 def weights(recipe: str, model: nn.Module) -> Bytes:
     """SavedBytes by the weight, not by the token: as it was multiplied."""
     count = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
@@ -155,7 +165,7 @@ def test_a_block_keeps_what_its_shapes_say(recipe: str, model: str, compiled: bo
     one = system(recipe, *model.split(), "model.recompute=none")
     first = one.model.blocks[0]
     if compiled:
-        first.forward = torch.compile(first.forward, fullgraph=True, backend=PARTITION)
+        first.forward = torch.compile(first.forward, fullgraph=True, backend=partitioned)
     token = expected(recipe, SHAPES[model], compiled)
     assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()}) + weights(recipe, first)
 
@@ -166,9 +176,21 @@ def test_a_recomputed_block_keeps_what_gemms_return(recipe: str, model: str) -> 
     """Of each dtype to the byte, products in BF16 also where a GEMM sums in FP32, and nothing of the weights."""
     one = system(recipe, *model.split(), "model.recompute=selective")
     first = one.model.blocks[0]
-    first.forward = torch.compile(first.forward, fullgraph=True, backend=PARTITION)
+    first.forward = torch.compile(first.forward, fullgraph=True, backend=partitioned)
     token = selective(recipe, SHAPES[model])
     assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()})
+
+
+@pytest.mark.parametrize("backend", [partitioned, "inductor"])
+@pytest.mark.parametrize("recipe, model", [("bf16", "llama_tiny"), ("fp8", "llama_tiny"), ("coat", "gpt_tiny")])
+def test_a_block_recomputes_its_norms_alone(recipe: str, model: str, backend: Any) -> None:
+    """Of each dtype to the byte, whatever removes the marks; codes of W are saved, and casts are not."""
+    one = system(recipe, *model.split(), "model.recompute=norms")
+    first = one.model.blocks[0]
+    keep_marked()
+    first.forward = torch.compile(first.forward, fullgraph=True, backend=backend)
+    token, codes = without_norms(recipe, SHAPES[model]), Bytes() if recipe == "bf16" else weights(recipe, first)
+    assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()}) + codes
 
 
 UNITS = re.compile(r"^\| (BF16|`fp8`|`coat`), (eager|compiled) \| ([\d.]+) \| ([\d.]+) \|$", flags=re.MULTILINE)

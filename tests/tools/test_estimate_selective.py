@@ -10,7 +10,7 @@ from tests.model.test_saved_bytes import LLAMA_7B
 from tests.model.test_saved_bytes import selective as kept_by_gemms
 from tests.recipes import SYSTEMS, one_of_a_kind_by_day
 
-DIVIDED = {"fp8": 4096, "fp4": 4096 + 4, "fp8_rowwise": 2 * 4096}
+DIVIDED = {"fp8": 4096, "nvfp4": 2 * 4096, "fp4": 4096 + 4, "fp8_rowwise": 2 * 4096}
 """Recipe -> bytes of a row of X that are gathered again: of codes, with a scale a row, or in BF16."""
 MORE_CODES = {"coat": 0.75, "fp8_rowwise": 0.87, "quartet2": 0.88, "nvfp4": 0.92, "averis": 0.92}
 """Largest share of what `none` saves of a token, for recipes that save few bytes anyway: packed codes, codes of saved

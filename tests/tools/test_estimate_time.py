@@ -163,10 +163,11 @@ def test_a_tied_head_reads_the_embedding(model):
 
 
 def test_selective_recomputation_repeats_no_gemm_and_full_launches_more():
-    plain, cheap, full = (seconds("+recipe=fp8", f"model.recompute={how}") for how in ("none", "selective", "full"))
+    modes = ("none", "norms", "selective", "full")
+    plain, few, cheap, full = (seconds("+recipe=fp8", f"model.recompute={how}") for how in modes)
     assert cheap["gemm"] == plain["gemm"] and cheap["attention"] == plain["attention"]
-    assert cheap["elementwise"] == full["elementwise"] > plain["elementwise"]
-    assert cheap["quantise"] == full["quantise"] > plain["quantise"]
+    assert full["elementwise"] > cheap["elementwise"] > few["elementwise"] > plain["elementwise"]
+    assert cheap["quantise"] == full["quantise"] > few["quantise"] > plain["quantise"]
     assert full["launches"] == pytest.approx(plain["launches"] * 4 / 3, rel=0.01)
 
 

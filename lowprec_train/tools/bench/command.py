@@ -120,7 +120,7 @@ def _step_options(step: argparse.ArgumentParser) -> None:
         metavar="OVERRIDE",
         action="append",
         default=[],
-        help="Hydra override for the models of this package; of precision: not for BF16",
+        help="Hydra override for the models of this package; of precision and recomputation: not for BF16",
     )
     step.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants per group (default: 4)")
     step.add_argument(

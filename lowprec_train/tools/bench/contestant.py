@@ -59,9 +59,11 @@ class Work:
 
     @property
     def baseline(self) -> Work:
-        """This work without changes of `precision`, which are for recipes and not for the BF16 beside them."""
-        kept = (each for each in self.overrides if re.split(r"[./=@]", each.lstrip("+~"))[0] != "precision")
-        return replace(self, overrides=tuple(kept))
+        """This work without changes of `precision` and of recomputation, which are for recipes and not for the BF16
+        beside them.
+        """
+        ours = re.compile(r"[+~]*(precision[./=@]|precision$|model\.(recompute|full_recompute_layers)=)")
+        return replace(self, overrides=tuple(each for each in self.overrides if not ours.match(each)))
 
     @property
     def hydra(self) -> list[str]:

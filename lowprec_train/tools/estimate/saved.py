@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lowprec_train.model.joint_graph import partitioned
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision.linear import Linear
 from lowprec_train.tools.estimate.subject import Subject
-
-PARTITION = "aot_eager_decomp_partition"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +56,17 @@ class SavedParts:
 class Counter:
     """Counts what autograd saves for a micro-batch. recompute: of all blocks.
 
-    Raises ValueError for "selective" in an eager run: autograd's hooks do not see what it recomputes.
+    Raises ValueError for "norms" and "selective" in an eager run: autograd's hooks do not see what they recompute.
     """
 
     subject: Subject
     recompute: str
 
     def __post_init__(self) -> None:
-        if self.recompute == "selective" and not self.subject.compiled:
-            raise ValueError("model.recompute=selective is counted for compiled runs only, not with compile=off")
+        if self.recompute in ("norms", "selective") and not self.subject.compiled:
+            raise ValueError(
+                f"model.recompute={self.recompute} is counted for compiled runs only, not with compile=off"
+            )
 
     def rest(self) -> SavedBytes:
         """Return the bytes that everything except the blocks saves."""
@@ -104,7 +105,7 @@ class Counter:
 
 
 def _compile(model: Transformer, *, rest: bool) -> None:
-    options: dict[str, Any] = {"backend": PARTITION, "dynamic": False}
+    options: dict[str, Any] = {"backend": partitioned, "dynamic": False}
     if rest:
         model.compile_blocks(**options)
     for block in () if rest else model.blocks:

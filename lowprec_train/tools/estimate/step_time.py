@@ -102,11 +102,13 @@ class Pass:
         tp = self.subject.sizes.tp
         for name, plan in self.plans.items():
             how = self.subject.recompute[int(name.split(".")[1])] if name.startswith("blocks.") else "none"
-            forward, roundings = 2 if how == "full" else 1, 1 if how == "none" else 2
+            forward, again = 2 if how == "full" else 1, (how != "none", how in ("selective", "full"))
+            if how == "norms" and name.endswith(".down"):
+                again = False, False
             read = self._weight_bytes(name)
             for which, each in plan.gemms().items():
                 gemm += (forward if which == "fprop" else 1) * self._gemm(each) / tp
-                quantise += (roundings if which == "fprop" else 1) * self._quantise(plan, each, read) / tp
+                quantise += self._quantise(plan, each, read, again if which == "fprop" else (False, False)) / tp
             if not plan.straight_through:
                 quantise += math.prod(plan.shape) * self.device.kernels["slope"] / tp
             if plan.recomputes_w:
@@ -129,11 +131,12 @@ class Pass:
         scaled = m * n * (FP32 + FP32 + BF16) / self.device.memory if plan.path is Path.INT8 else 0.0  # INT32 to BF16
         return 2 * m * n * k / self.device.gemm[plan.path, plan.split_accumulation] + scaled
 
-    def _quantise(self, layer: LinearPlan, plan: GemmPlan, weight_bytes: int) -> float:
+    def _quantise(self, layer: LinearPlan, plan: GemmPlan, weight_bytes: int, again: tuple[bool, bool]) -> float:
+        """Return the seconds to make both operands. again: whether each is made twice."""
         m, n, k = plan.sizes
         seconds = 0.0
-        for operand, elements in ((plan.a, m * k), (plan.b, n * k)):
-            read = weight_bytes if operand.name.startswith("W") else BF16
+        for operand, count, twice in ((plan.a, m * k, again[0]), (plan.b, n * k, again[1])):
+            read, elements = weight_bytes if operand.name.startswith("W") else BF16, (1 + twice) * count
             seconds += elements * self._operand(layer, operand, read)
             if plan.path is Path.DEQUANTIZE and operand.quantizer is not None and operand.op is not Op.ROUND:
                 seconds += elements * DECODED / self.device.memory
@@ -207,7 +210,8 @@ class Pass:
             rotary, wide, inner = layers["qkv"].shape[0], up.shape[0], down.shape[1]
             forward = 2 * 4 * model.dim + 2 * rotary + wide + inner
             backward = 2 * 4 * model.dim + 2 * rotary + 2 * wide + 2 * inner
-            moved += (1 if how == "none" else 2) * forward + backward  # `selective` recomputes these
+            repeated = {"norms": 2 * 4 * model.dim, "selective": forward - 2 * rotary, "full": forward}
+            moved += forward + backward + repeated.get(how, 0)
         logits = 3 * model.vocab_size
         return tokens * BF16 * (moved + logits + 4 * model.dim) / self.device.memory / tp
 

@@ -181,7 +181,7 @@ class Subject:
 
     @cached_property
     def recompute(self) -> tuple[str, ...]:
-        """What each block recomputes: "none", "selective" or "full"."""
+        """What each block recomputes: "none", "norms", "selective" or "full"."""
         return architecture(self.run.model).recompute_by_block
 
     def model(self, recompute: str | None = None) -> Transformer:

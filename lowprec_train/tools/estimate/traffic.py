@@ -34,6 +34,7 @@ from lowprec_train.tools.estimate.subject import META, Subject, Weight
 Bytes = dict[str, int]
 GPUS_OF_A_NODE = 8
 SCALE = 4  # bytes of a row's scale
+AGAIN = {"norms", "selective"}  # of `model.recompute`: tensor-parallel ranks gather X again
 
 
 def units(weights: Iterable[Weight], blocks_per_unit: int = 1) -> dict[str, tuple[Weight, ...]]:
@@ -138,7 +139,7 @@ def activations(subject: Subject) -> Bytes:
         what: subject.micro_batches * (of_rest + sum(blocks[kind][what] - of_rest for kind in kinds))
         for what, of_rest in rest.items()
     }
-    if "selective" in subject.recompute:
+    if not AGAIN.isdisjoint(subject.recompute):
         found["gather"] += subject.micro_batches * _gathered_again(subject)
     return found
 
@@ -154,12 +155,10 @@ def _sent(subject: Subject, block: int | None, recompute: str = "none") -> Bytes
 
 
 def _gathered_again(subject: Subject) -> int:
-    """Return the bytes of a micro-batch for rows of X, or their codes, that selective recomputation gathers again. A
-    compiler does not if it saves the codes of rows that were gathered in BF16.
-    """
+    """Return the bytes of a micro-batch for rows of X, or their codes, that recomputed blocks gather again."""
     model, size = subject.model("none"), subject.sizes.tp
     sent = 0
-    blocks = [block for block, how in zip(model.blocks, subject.recompute, strict=True) if how == "selective"]
+    blocks = [block for block, how in zip(model.blocks, subject.recompute, strict=True) if how in AGAIN]
     for linear in (module for block in blocks for module in block.modules() if isinstance(module, Linear)):
         if linear.split is None or linear.split.dim != 0:
             continue
@@ -167,6 +166,6 @@ def _gathered_again(subject: Subject) -> int:
         if plan.gathers_rows:
             assert plan.fprop.a.quantizer is not None
             sent += linear.in_features + (0 if plan.fprop.a.quantizer.tile[0] == -1 else SCALE)
-        elif plan.saved_x.quantizer is None or not subject.compiled:
+        else:
             sent += linear.in_features * model.dtype.itemsize
     return (size - 1) * (subject.tokens // size) * sent
