@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowprec_train import config
 from lowprec_train.config import Resume, RunConfig
 from lowprec_train.ops.kernels import KernelError
-from lowprec_train.ops.self_test import self_test
+from lowprec_train.ops.self_test import self_test_once
 from lowprec_train.train import (
     build,
     checks,
@@ -203,7 +203,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
     distribution = build.distribution(options, layout, job.world, device)
     plans = layout.plans(device, shards=distribution.sizes.dp_shard)
     report = build.lint(options, layout, plans, device)
-    self_test(device, **build.gemms_to_check(plans, device))
+    self_test_once(device, **build.gemms_to_check(plans, device))
     name = launch.first(job.name)
     with rundir.shared(job.root, name, plain, job.resume) as directory, failure.abort_explained(directory.path, stop):
         decision = launch.first(lambda: continuation.plan(directory, options, plain))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,3 +118,9 @@ def self_test(
             for case, arguments in block_scaled_cases(format).items():
                 remedy = f"{SWITCH} runs these GEMMs without it"
                 check("block_scaled_mm", case, arguments, device, f"torch's {format} GEMM", remedy)
+
+
+@cache
+def self_test_once(device: torch.device, *, block_formats: frozenset[str] = frozenset(), decoded: bool = False) -> None:
+    """`self_test`, once in a process: its libraries stay as they are. What it raises is raised again."""
+    self_test(device, block_formats=block_formats, decoded=decoded)

@@ -92,7 +92,7 @@ def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
 
 def gemms_to_check(plans: Sequence[Plans], device: torch.device) -> dict[str, Any]:
     """Return what `self_test` takes: the formats of block-scaled GEMMs, and whether a GPU multiplies decoded values."""
-    paths = {one.path.name for phase in plans for each in phase.values() for one in each.gemms().values()}
+    paths = frozenset(one.path.name for phase in plans for each in phase.values() for one in each.gemms().values())
     return {"block_formats": paths & set(BLOCK_SCALED), "decoded": device.type == "cuda" and "DEQUANTIZE" in paths}
 
 

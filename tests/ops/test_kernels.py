@@ -75,6 +75,23 @@ print(torch.ops.lowprec.unpack_e2m1(torch.tensor([0x71], dtype=torch.uint8)).flo
     assert ended.stdout.strip() == "[0.5, 6.0]"
 
 
+def test_a_process_tests_its_kernels_once(monkeypatch):
+    calls = []
+
+    def tested(device, **gemms):
+        calls.append(gemms)
+        if gemms["decoded"]:
+            raise kernels.KernelError("wrong bits")
+
+    monkeypatch.setattr(self_test, "self_test", tested)
+    device = torch.device("cpu:0")  # a key of its own
+    for _ in range(2):
+        self_test.self_test_once(device, block_formats=frozenset({"MXFP8"}))
+        with pytest.raises(kernels.KernelError):
+            self_test.self_test_once(device, decoded=True)
+    assert [each["decoded"] for each in calls] == [False, True, True]
+
+
 @built
 def test_what_a_library_serves_is_live():
     live = library.live_kernels(CPU)
@@ -219,12 +236,13 @@ def test_bounded_results_have_a_bound():
 def test_a_run_does_not_begin_with_a_wrong_kernel(tmp_path):
     code = f"""
 from lowprec_train import main
+from lowprec_train.ops import self_test
 from lowprec_train.ops.kernels import KernelError
 
 def fails(device, **how):
     raise KernelError(f"wrong on {{device}}")
 
-main.self_test = fails
+self_test.self_test = fails
 sys.argv = ["train.py", "+recipe=fp8", "steps=1", "device=cpu", "run_root={tmp_path}"]
 main.main()
 """
