@@ -181,8 +181,17 @@ def test_a_recomputed_block_keeps_what_gemms_return(recipe: str, model: str) -> 
     assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()})
 
 
-@pytest.mark.parametrize("backend", [partitioned, "inductor"])
-@pytest.mark.parametrize("recipe, model", [("bf16", "llama_tiny"), ("fp8", "llama_tiny"), ("coat", "gpt_tiny")])
+NIGHTLY = pytest.mark.nightly
+RECOMPUTED = [
+    ("bf16", "llama_tiny", partitioned),
+    ("coat", "gpt_tiny", partitioned),
+    ("fp8", "llama_tiny", "inductor"),
+    pytest.param("bf16", "llama_tiny", "inductor", marks=NIGHTLY),
+    pytest.param("coat", "gpt_tiny", "inductor", marks=NIGHTLY),
+]
+
+
+@pytest.mark.parametrize(("recipe", "model", "backend"), RECOMPUTED)
 def test_a_block_recomputes_its_norms_alone(recipe: str, model: str, backend: Any) -> None:
     """Of each dtype to the byte, whatever removes the marks; codes of W are saved, and casts are not."""
     one = system(recipe, *model.split(), "model.recompute=norms")
