@@ -130,7 +130,8 @@ class GemmPlan:
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
     """The plan of one layer for one recipe, number of tokens and kind of device. shape: of the unsharded weight.
-    recomputes_w: the backward pass rounds W again, where dgrad needs fprop's codes of it.
+    recomputes_w: the backward pass rounds W again, where dgrad needs fprop's codes of it. keeps_x, keeps_w: what is
+    saved of X and of W is saved in a recomputed block, too (`Linear`).
     """
 
     shape: tuple[int, int]
