@@ -20,6 +20,7 @@ from lowprec_train.model.activations import (
     quantized_gelu,
     quantized_norm,
 )
+from lowprec_train.model.joint_graph import partitioned
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, Format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops import activations
@@ -337,7 +338,7 @@ def test_compiled_blocks_save_what_group_codes_makes(model: str, monkeypatch: py
         torch._dynamo.reset()
         one = system("coat", model, "model.recompute=selective")
         if compiled:
-            one.model.compile_blocks(backend="aot_eager_decomp_partition", dynamic=False)
+            one.model.compile_blocks(backend=partitioned, dynamic=False)
         tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             loss = one.model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel()), draws=one.seeds.at(0, 0))
