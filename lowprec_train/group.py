@@ -33,8 +33,8 @@ class Group(Protocol):
         """Elementwise sum over ranks of floating-point x, in x's dtype. For small tensors."""
 
     def all_gather(self, x: Tensor, dim: int = 0, *, repeatable: bool = False) -> Tensor:
-        """x [m, ...] of every rank, concatenated along `dim` in rank order: [size m, ...]. repeatable: selective
-        recomputation gathers again instead of saving the result.
+        """x [m, ...] of every rank, concatenated along `dim` in rank order: [size m, ...]. repeatable: recomputed
+        blocks gather again instead of saving the result.
         """
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
