@@ -21,9 +21,11 @@ from torch._inductor import config as inductor
 from lowprec_train.model.loss import CrossEntropy
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.library import EAGER
+from lowprec_train.precision import linear as linear_module
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.policy import apply_policy
-from lowprec_train.recipes import bf16, mxfp4
+from lowprec_train.recipes import bf16, fp8, mxfp4
 from tests.recipes import BY_NIGHT, MODELS, RECIPES, SYSTEMS, build, by_day, system
 
 STOCHASTIC = ["mxfp4", "mxfp4_fp8", "nvfp4"]
@@ -242,6 +244,24 @@ def test_a_handful_of_graphs_at_32_layers():
     apply_policy(model, {"*": bf16.recipe()})
     switched = count_graphs(model, seeds, counter)
     assert 1 <= switched - first <= 2
+
+
+def test_plans_are_compiled_before_the_trace(monkeypatch):
+    """Of the blocks and of a head under a recipe, and again after a switch."""
+
+    def outside(*arguments, **options):
+        assert not torch.compiler.is_compiling(), "a plan is traced"
+        return compile_plan(*arguments, **options)
+
+    model, seeds = build(mxfp4.recipe())
+    monkeypatch.setattr(linear_module, "compile_plan", outside)
+    model.compile_blocks(backend="aot_eager")
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
+    for recipe in (mxfp4.recipe(), fp8.recipe()):
+        apply_policy(model, {"*": recipe})
+        model.loss(tokens, tokens, 1.0, draws=seeds.at(0, 0)).backward()
+    with pytest.raises(Exception, match="a plan is traced"):
+        torch.compile(linear("fp8"), fullgraph=True, backend="aot_eager")(torch.randn(TOKENS, IN).bfloat16())
 
 
 def test_models_of_one_process_have_static_shapes():

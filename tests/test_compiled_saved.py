@@ -15,7 +15,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from lowprec_train.model.joint_graph import partitioned
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Transformer, compile_method
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
@@ -34,7 +34,7 @@ def fresh_compiler():
 def compile_blocks(model: Transformer) -> None:
     """The blocks alone: the head and the loss keep no codes."""
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+        compile_method(block, "forward", fullgraph=True, backend="aot_eager")
 
 
 def loss_and_gradients(model: Transformer, seeds: SeedTable) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def test_every_recipe_recomputed_in_part_has_the_bits_of_eager(recipe: str, reco
     """Partitioned as Inductor does, whose choice of what is saved the policy decides."""
     eager, compiled = system(recipe), system(recipe, "llama_tiny", f"model.recompute={recompute}")
     for block in compiled.model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, backend=partitioned)
+        compile_method(block, "forward", fullgraph=True, backend=partitioned)
     assert_same(*(loss_and_gradients(one.model, one.seeds) for one in (compiled, eager)))
 
 

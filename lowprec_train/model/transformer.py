@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
 from typing import Any, TypeVar
@@ -275,7 +275,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             compile_block(block, fullgraph=whole, **options)
         for module in (self.norm, self.head) if self.loss_chunk is None else (self.norm,):
-            module.forward = torch.compile(module.forward, fullgraph=whole, **options)  # type: ignore[method-assign]
+            compile_method(module, "forward", fullgraph=whole, **options)
         self.cross_entropy.compile(**options)
 
     def attention_flops_per_token(self, seq_len: int) -> float:
@@ -298,7 +298,21 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     """
     forward, inside = COMPILED
     name = inside if isinstance(block, Block) and block.recompute is RECOMPUTE["full"] else forward
-    setattr(block, name, torch.compile(getattr(block, name), **options))
+    compile_method(block, name, **options)
+
+
+def compile_method(module: nn.Module, name: str, **options: Any) -> None:
+    """Compile a method whose first argument is x [..., channels]. Plans of linear layers are made before each call."""
+    compiled = torch.compile(getattr(module, name), **options)
+    linears = [each for each in module.modules() if isinstance(each, Linear)]
+
+    @wraps(compiled)
+    def prepared(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for linear in linears:
+            linear.prepare(x.shape[:-1].numel(), x.dtype, x.device)
+        return compiled(x, *args, **kwargs)
+
+    setattr(module, name, prepared)
 
 
 def fill_whole(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:

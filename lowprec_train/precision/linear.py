@@ -70,6 +70,7 @@ class Linear(nn.Linear):
     def recipe(self, recipe: LinearRecipe) -> None:
         self._recipe = recipe
         self._plans: dict[tuple[object, ...], LinearPlan] = {}
+        self._prepared: tuple[tuple[object, ...], LinearPlan] | None = None
         self._backend_layer: BackendLayer | None = None
         if recipe.draws and self.draws is None and self.site is None and not self.weight.is_meta:
             self.draws = SeedTable(0, 1, self.weight.device).at(0, 0).site(0)
@@ -84,22 +85,41 @@ class Linear(nn.Linear):
     def plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
         """The layer's plan for this number of rows of x. Plans are cached per recipe, up to PLAN_CACHE_SIZE.
 
-        While torch.compile traces, the cache is not used: filling it would be a side effect.
+        While torch.compile traces, the plan that `prepare` has made is used, or the plan is compiled in the trace:
+        filling the cache would be a side effect.
         """
-        fused, coded = self.observer is None, self.gathered is not None and self.gathered.coded
-        key = (tokens, dtype, device, fused, coded, self.split is None, self.keeps_x, self.keeps_w)
-        compiling = torch.compiler.is_compiling()
-        if not compiling and key in self._plans:
-            return self._plans[key]
+        key = self._plan_key(tokens, dtype, device)
+        if torch.compiler.is_compiling():
+            ready = self._prepared
+            return ready[1] if ready is not None and ready[0] == key else self._compile_plan(tokens, dtype, device)
+        if key not in self._plans:
+            if len(self._plans) == PLAN_CACHE_SIZE:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = self._compile_plan(tokens, dtype, device)
+        return self._plans[key]
+
+    def prepare(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile the plan for `rows` rows of x on this rank before a graph that uses it: else torch.compile traces how
+        plans are compiled, which takes longer than all the rest of a block.
+        """
+        if self.split is not None or not self.recipe.takes_values:
+            tokens = rows if self.split is None else rows * self.split.group.size
+            self._prepared = self._plan_key(tokens, dtype, device), self.plan(tokens, dtype, device)
+
+    @property
+    def _making(self) -> tuple[bool, bool]:
+        """Whether kernels may make operands with others, and whether the weight is all-gathered as codes."""
+        return self.observer is None, self.gathered is not None and self.gathered.coded
+
+    def _plan_key(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
+        return tokens, dtype, device, *self._making, self.split is None, self.keeps_x, self.keeps_w
+
+    def _compile_plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
+        fused, coded = self._making
         plan = compile_plan(
             self.recipe, self.shard_shape, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
         )
-        plan = replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w)
-        if not compiling:
-            if len(self._plans) == PLAN_CACHE_SIZE:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
-        return plan
+        return replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w)
 
     def backend_layer(self) -> BackendLayer:
         """The backend's implementation of this layer; created once per recipe."""

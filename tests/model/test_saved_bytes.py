@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowprec_train.model.joint_graph import keep_marked, partitioned
+from lowprec_train.model.transformer import compile_method
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import attach_draws
 from tests.recipes import MODELS, System, system
@@ -165,7 +166,7 @@ def test_a_block_keeps_what_its_shapes_say(recipe: str, model: str, compiled: bo
     one = system(recipe, *model.split(), "model.recompute=none")
     first = one.model.blocks[0]
     if compiled:
-        first.forward = torch.compile(first.forward, fullgraph=True, backend=partitioned)
+        compile_method(first, "forward", fullgraph=True, backend=partitioned)
     token = expected(recipe, SHAPES[model], compiled)
     assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()}) + weights(recipe, first)
 
@@ -176,7 +177,7 @@ def test_a_recomputed_block_keeps_what_gemms_return(recipe: str, model: str) -> 
     """Of each dtype to the byte, products in BF16 also where a GEMM sums in FP32, and nothing of the weights."""
     one = system(recipe, *model.split(), "model.recompute=selective")
     first = one.model.blocks[0]
-    first.forward = torch.compile(first.forward, fullgraph=True, backend=partitioned)
+    compile_method(first, "forward", fullgraph=True, backend=partitioned)
     token = selective(recipe, SHAPES[model])
     assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()})
 
@@ -197,7 +198,7 @@ def test_a_block_recomputes_its_norms_alone(recipe: str, model: str, backend: An
     one = system(recipe, *model.split(), "model.recompute=norms")
     first = one.model.blocks[0]
     keep_marked()
-    first.forward = torch.compile(first.forward, fullgraph=True, backend=backend)
+    compile_method(first, "forward", fullgraph=True, backend=backend)
     token, codes = without_norms(recipe, SHAPES[model]), Bytes() if recipe == "bf16" else weights(recipe, first)
     assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()}) + codes
 

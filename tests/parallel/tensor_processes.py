@@ -13,7 +13,7 @@ from torch import Tensor
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.group import Group
 from lowprec_train.model.architecture import Architecture
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Transformer, compile_method
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
@@ -84,7 +84,7 @@ def passes(case: Case, group: Group | None, device: torch.device, backend: str |
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend or "eager")
     if backend is not None:
         for block in model.blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+            compile_method(block, "forward", fullgraph=True, backend=counter)
     generator = torch.Generator().manual_seed(5)
     tokens, targets = torch.randint(0, SIZES["vocab_size"], (2, BATCH, SEQ), generator=generator)
     targets[0, :5] = -100

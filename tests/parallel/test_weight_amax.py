@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lowprec_train.group import SINGLE
 from lowprec_train.model.architecture import Architecture
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Transformer, compile_method
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.parallel import tensor
 from lowprec_train.parallel.weight_amax import WeightAmax
@@ -135,7 +135,7 @@ def test_new_numbers_need_no_new_graph():
     torch._dynamo.reset()
     model, counter = part(SINGLE, 1, "fp8"), CompileCounter()
     (block,) = model.blocks
-    block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+    compile_method(block, "forward", fullgraph=True, backend=counter)
     agreed, draws = WeightAmax(model, dtype=torch.bfloat16, groups=[SINGLE]), SeedTable(0, model.number_sites())
     for step in range(4):
         agreed.prepare()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.model.joint_graph import partitioned
+from lowprec_train.model.transformer import compile_method
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision.linear_plan import OperandPlan
@@ -63,7 +64,7 @@ def test_compiled_nothing_of_the_weight_is_saved(name, master):
         block = model.blocks[0]
         if compiled:
             torch._dynamo.reset()
-            block.forward = torch.compile(block.forward, fullgraph=True, backend=partitioned)
+            compile_method(block, "forward", fullgraph=True, backend=partitioned)
         x = torch.randn(10, 64, model.dim, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             y = block(x, model.position.angles(64), None)
