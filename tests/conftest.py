@@ -1,5 +1,6 @@
 """What every test can count on: the same threads and draws each time, and GPU tests only where there is a GPU."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what stays until the end: the imports and the tests themselves."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOADED = [
     "torch.distributed.fsdp",
     "lowprec_train.main",
+    "lowprec_train.model.joint_graph",
     "lowprec_train.tools.cli",
     "tests.recipes",
     "tests.train.killable_run",

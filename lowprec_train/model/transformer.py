@@ -31,7 +31,6 @@ from lowprec_train.model.attention import Attention, FullQKNorm, QKNorm, attenti
 from lowprec_train.model.cache import Cache, LayerCache
 from lowprec_train.model.head import Head, TiedHead, chunked_loss
 from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
-from lowprec_train.model.joint_graph import keep_marked
 from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU
 from lowprec_train.model.loss import CrossEntropy
 from lowprec_train.model.offload import BlockInputs
@@ -271,6 +270,8 @@ class Transformer(nn.Module):
         """
         whole, options = fullgraph and not self.breaks_graphs, {"dynamic": False} | options
         if options.get("backend", "inductor") == "inductor":
+            from lowprec_train.model.joint_graph import keep_marked  # imports the compiler
+
             keep_marked()
         for block in self.blocks:
             compile_block(block, fullgraph=whole, **options)
