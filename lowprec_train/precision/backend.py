@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lowprec_train.precision.gemm import Path
+from lowprec_train.precision.gemm_path import Path
 
 
 class BackendLayer(Protocol):

@@ -16,7 +16,6 @@ There is no silent fallback: a layer's plan (`precision.plan`) names the path of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -29,29 +28,7 @@ from lowprec_train.ops.block_scaled import BLOCKS, K_STEP, N_STEP
 from lowprec_train.ops.ladder import BLOCK as LADDER_BLOCK
 from lowprec_train.ops.reference import FOLD_SPAN, FP8, to_float
 from lowprec_train.ops.rotated import BLOCK
-
-
-class Path(Enum):
-    """The execution path of a GEMM."""
-
-    BF16 = "bf16"
-    FP8_TENSOR = "fp8_tensor"
-    FP8_ROW = "fp8_row"
-    FP8_FOLDED = "fp8_folded"
-    FP8_BLOCK = "fp8_block"
-    MXFP8 = "mxfp8"
-    MXFP4 = "mxfp4"
-    NVFP4 = "nvfp4"
-    INT8 = "int8"
-    DEQUANTIZE = "dequantize"
-    FP8_LIBRARY = "fp8_library"
-    FP4_LIBRARY = "fp4_library"
-
-    @property
-    def peak(self) -> str:
-        """The device peak that bounds the GEMM: "bf16", "fp8", "fp4" or "int8"."""
-        kind = self.value.removeprefix("mx").removeprefix("nv").partition("_")[0]
-        return kind if kind in ("fp8", "fp4", "int8") else "bf16"
+from lowprec_train.precision.gemm_path import Path
 
 
 @dataclass(frozen=True)

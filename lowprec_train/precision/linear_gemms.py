@@ -20,7 +20,8 @@ from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
 from lowprec_train.numerics.pairs import both
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
-from lowprec_train.precision.gemm import Path, accumulate, carrier_of, cast, multiply
+from lowprec_train.precision.gemm import accumulate, carrier_of, cast, multiply
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.precision.mean_split import Means, mean_product, rank_one, without_mean
 from lowprec_train.precision.outliers import Residual

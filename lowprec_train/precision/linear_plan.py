@@ -13,7 +13,8 @@ from enum import Enum
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.precision.estimators import Estimator, StraightThrough
-from lowprec_train.precision.gemm import Codes, Path
+from lowprec_train.precision.gemm import Codes
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.outliers import OutlierClamp
 from lowprec_train.precision.saved import SavedForm

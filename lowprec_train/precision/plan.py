@@ -21,7 +21,8 @@ from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.numerics.rotated import makes_values
 from lowprec_train.precision import gemm
 from lowprec_train.precision.estimators import StraightThrough
-from lowprec_train.precision.gemm import Capability, Codes, Path
+from lowprec_train.precision.gemm import Capability, Codes
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source, library_plan
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 from lowprec_train.precision.saved import SavedForm

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lowprec_train import nvidia
-from lowprec_train.precision.gemm import Path
+from lowprec_train.precision.gemm_path import Path
 
 NAMES = {
     "delayed": "DelayedScaling",

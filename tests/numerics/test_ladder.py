@@ -14,7 +14,8 @@ from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.ops import kernels
 from lowprec_train.ops.ladder import SPAN
-from lowprec_train.precision.gemm import Path, multiply
+from lowprec_train.precision.gemm import multiply
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.hadamard import RandomHadamard
 from tests import oracle
 from tests.groups import among

@@ -13,7 +13,8 @@ from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops import ladder, library
 from lowprec_train.ops.ladder_cases import pack_ladder
-from lowprec_train.precision.gemm import Path, multiply
+from lowprec_train.precision.gemm import multiply
+from lowprec_train.precision.gemm_path import Path
 from tests.ops.test_cuda_rotate import KINDS, SIGNS, assert_same, matrix
 
 pytestmark = pytest.mark.gpu

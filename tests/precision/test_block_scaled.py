@@ -12,7 +12,8 @@ from lowprec_train.numerics.formats import E2M1, E4M3
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops.block_scaled import block_scaled_mm
 from lowprec_train.precision import gemm, linear_gemms
-from lowprec_train.precision.gemm import Path, block_format, levels, multiply
+from lowprec_train.precision.gemm import block_format, levels, multiply
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.linear_plan import LinearPlan, Op, Source
 from lowprec_train.precision.plan import compile_plan

@@ -11,7 +11,8 @@ from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops import library, tensor_cores
 from lowprec_train.ops.cublas import bf16_mm
 from lowprec_train.ops.philox import random_bits
-from lowprec_train.precision.gemm import Path, multiply
+from lowprec_train.precision.gemm import multiply
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.plan import compile_plan
 from tests.numerics.quantized import ROUNDING

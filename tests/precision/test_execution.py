@@ -12,7 +12,6 @@ from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision import gemm, linear_gemms
 from lowprec_train.precision.gemm import (
     Codes,
-    Path,
     accumulate,
     capability_of,
     choose,
@@ -20,6 +19,7 @@ from lowprec_train.precision.gemm import (
     has_fp8,
     multiply,
 )
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import LinearRecipe, check, override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -74,3 +75,9 @@ def test_what_no_list_takes_is_one_error(line, said, capsys):
         cli.parse(line.split())
     told = capsys.readouterr().err
     assert said in told and len(told.splitlines()) == 2
+
+
+def test_torch_is_imported_by_no_command_before_it_runs():
+    """So that `--help`, a mistake and what needs no torch take half a second."""
+    code = "import sys; from lowprec_train.tools import cli; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

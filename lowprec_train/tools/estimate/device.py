@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lowprec_train.precision.gemm import Path
+from lowprec_train.precision.gemm_path import Path
 
 TERA, GIGA, PICO, MICRO = 1e12, 1e9, 1e-12, 1e-6
 

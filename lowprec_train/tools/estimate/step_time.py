@@ -31,7 +31,7 @@ from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import ScaleRule
 from lowprec_train.numerics.rotated import rotates
-from lowprec_train.precision.gemm import Path
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.device import Device

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lowprec_train.numerics.quantizer import ScaleRule
 from lowprec_train.ops.reference import FP8
-from lowprec_train.precision.gemm import Path
+from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear_plan import GemmPlan
 from lowprec_train.precision.recipe import Gemm
 from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, RunPlan, gemms, operands, rule
