@@ -24,6 +24,7 @@ LOADED = [
     "lowprec_train.tools.cli",
     "tests.recipes",
     "tests.train.killable_run",
+    "tests.frozen",
 ]
 WORDS = (
     "loss",
