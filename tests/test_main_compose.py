@@ -11,7 +11,9 @@ from omegaconf import OmegaConf
 from lowprec_train import config
 from lowprec_train.recipes import bf16, fp8, nvfp4
 from lowprec_train.train import build, checks
+from tests.parallel.runs import CASES, SUMMED
 from tests.recipes import BY_NIGHT
+from tests.recipes import composed as composed_in_two_steps
 
 RECIPES, MODELS, DATA = (config.choices(group) for group in ("recipe", "model", "data"))
 REQUIRED = {"indexed": ("data.train=x", "data.vocab_size=64"), "text": ("data.train=x",), "stdlib": ()}
@@ -104,6 +106,12 @@ def test_every_experiment_composes(experiment):
     run = composed(f"+experiment={experiment}", "+recipe=fp4")
     checks.configuration(run)
     assert len(build.layout(run).phases[0].recipes) == 4 * run.model.layers + 1
+
+
+@pytest.mark.parametrize("case", CASES | SUMMED)
+def test_what_tests_compose_in_two_steps_is_what_hydra_composes(case):
+    overrides = (*(CASES | SUMMED)[case], "steps=3")
+    assert composed_in_two_steps(*overrides) == composed(*overrides)
 
 
 def test_the_default_is_bf16_and_the_command_line_wins():
