@@ -144,11 +144,12 @@ def composed(*overrides: str) -> config.RunConfig:
 @cache
 def _composed(overrides: tuple[str, ...]) -> config.RunConfig:
     """Groups are composed once and copied, for that takes Hydra a tenth of a second; then values are set by Hydra."""
-    of_groups = tuple(each for each in overrides if _chooses(each))
-    run = deepcopy(_of_groups(of_groups))
-    values = OverridesParser.create().parse_overrides([each for each in overrides if each not in of_groups])
-    ConfigLoaderImpl._apply_overrides_to_config(values, run)
-    return typed(run)
+    groups, values = (tuple(each for each in overrides if _chooses(each) == of_group) for of_group in (True, False))
+    run = deepcopy(_of_groups(groups))
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), run)
+    found = OmegaConf.to_object(run)
+    assert isinstance(found, config.RunConfig)
+    return found
 
 
 @cache
@@ -164,13 +165,6 @@ def _of_groups(overrides: tuple[str, ...]) -> DictConfig:
 def _chooses(override: str) -> bool:
     """Whether it names a file of a group, as `+recipe=fp8` does, and not a value."""
     return (config.directory() / re.split("[=@]", override.lstrip("+~"))[0]).is_dir()
-
-
-def typed(run: DictConfig) -> config.RunConfig:
-    """Its values as what configs/ declares."""
-    found = OmegaConf.to_object(run)
-    assert isinstance(found, config.RunConfig)
-    return found
 
 
 def system(recipe: str, model: str = "llama_tiny", *overrides: str, seed: int = 0) -> System:

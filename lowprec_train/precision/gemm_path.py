@@ -1,4 +1,6 @@
-"""The paths on which GEMMs are executed. Imports no torch."""
+"""The paths on which GEMMs are executed: names, without torch, which the command line does not import. `precision.gemm`
+selects one for a pair of operands.
+"""
 
 from enum import Enum
 

@@ -100,7 +100,7 @@ class Linear(nn.Linear):
 
     def prepare(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Compile the plan for `rows` rows of x on this rank before a graph that uses it: else torch.compile traces how
-        plans are compiled, which takes longer than all the rest of a block.
+        plans are compiled, which under `fp8` takes longer than all the rest of a block.
         """
         if self.split is not None or not self.recipe.takes_values:
             tokens = rows if self.split is None else rows * self.split.group.size
