@@ -275,7 +275,7 @@ void rotate_row_half(float* v, int64_t n, const float* signs, int64_t block, flo
 }
 
 void tile_scales(const uint32_t* bits, int64_t n, const ScaleRule& how, float* scale, float* inverse) {
-  const bool spanned = how.span > 0 && how.rule != Rule::FP32 && !how.unscaled;
+  const bool spanned = how.span > 0;
   int row = -126;
   for (int64_t i = 0; spanned && i < n; ++i) row = std::max(row, block_exponent(magnitude_of(bits[i]), how));
   for (int64_t i = 0; i < n; ++i) {

@@ -40,7 +40,8 @@ struct ScaleRule {
 };
 
 inline ScaleRule scale_rule(float limit, bool unscaled, Rule rule, double headroom, int span) {
-  ScaleRule made{rule, unscaled, static_cast<double>(limit) * headroom, headroom, 0, 4.0f, rule == Rule::FP32 ? 0 : span};
+  ScaleRule made{rule, unscaled, static_cast<double>(limit) * headroom, headroom, 0, 4.0f, 0};
+  if (rule != Rule::FP32 && !unscaled) made.span = span;
   int e = 0;
   const double fraction = std::frexp(rule == Rule::E8M0_FLOOR ? static_cast<double>(limit) : made.share, &e);
   made.offset = e - 1;
