@@ -1,4 +1,5 @@
-// Amax of a whole tensor: a grid-stride loop, one atomic maximum per block.
+// Amax of a whole tensor: a grid-stride loop, one atomic maximum per block. From the end to the beginning: the end of
+// what was just written is in the L2 cache, and then the beginning is, where the kernel that rounds begins.
 #pragma once
 
 #include "cuda/vectors.h"
@@ -14,9 +15,9 @@ template <typename In>
 __global__ void __launch_bounds__(THREADS) amax_all(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t count) {
   constexpr int EACH = sizeof(In) == 2 ? 8 : 4;
   __shared__ uint32_t scratch[THREADS / 32];
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * THREADS * EACH * VECTOR;
+  constexpr int64_t PART = THREADS * EACH * VECTOR;
   uint32_t found = 0;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * THREADS * EACH * VECTOR; base < count; base += stride) {
+  for (int64_t base = ((count - 1) / PART - blockIdx.x) * PART; base >= 0; base -= gridDim.x * PART) {
     Vector<In> held[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
