@@ -4,8 +4,8 @@
 // As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
 // the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
 //
-// Bound by instructions: of about 36 per element, 14 try four rungs, 5 round and encode, 5 rotate, 4 unpack and scale, 3
-// are those of a block, 3 copy, 1 are the row's sums. In half precision an instruction has two elements.
+// Bound by instructions: of about 38 per element, 12 try four rungs, 5 round and encode, 5 rotate, 4 unpack and scale; the
+// others are those of a block, copies, and sums. In half precision an instruction has two elements.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_rows.h"
@@ -20,15 +20,15 @@ constexpr int STATIC_SHARED = 2048;
 template <typename In, int rotation, bool corrected>
 __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
     ladder_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left, int64_t rows, int columns,
-                LadderInput how, LadderRule rule) {
+                LadderInput how, int span) {
   extern __shared__ uint4 stages[];
-  __shared__ alignas(16) uint32_t drawn[SIGN_WORDS];
+  __shared__ alignas(16) uint32_t drawn[HALF_SIGN_WORDS];
   __shared__ uint32_t of_warps[2][ROW_WARPS];
   __shared__ LadderTables tables;
   constexpr int part = 32 * CHUNKS<In, ROW>, blocks = ROW / LADDER_BLOCK;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
-  make_signs(drawn, rotation, how.signs);
+  make_half_signs(drawn, rotation, how.signs);
   make_ladder_tables(tables);
   __syncthreads();
   const uint32_t* signs = signs_of_lane<ROW>(drawn, rotation);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
     if (threadIdx.x == 0) left.keys[row] = most;
     RowSums sums;
     uint8_t* out = codes + row * columns + warp * 32 * ROW;
-    emit_blocks<corrected, ROW>(values, amax, ladder_row(most, rule.span), rule.chooses, tables, sums,
+    emit_blocks<corrected, ROW>(values, amax, ladder_row(most, span), tables, sums,
                                 [&](int n, const uint32_t (&words)[LADDER_BLOCK / 2]) {
       if (n > 0) __syncwarp();  // before codes that were staged are overwritten
       write_codes(words, stage, [&](int piece, const uint4& of) {
@@ -79,7 +79,7 @@ void launch_rows(const LadderCall& call) {
   const size_t shared = 2 * warps * 32 * ROW * sizeof(In);
   const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
   kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.left, call.rows,
-                                                      static_cast<int>(call.columns), call.how, call.rule);
+                                                      static_cast<int>(call.columns), call.how, call.span);
 }
 
 template <typename In, bool corrected>
@@ -92,7 +92,7 @@ void launch_rows(const LadderCall& call) {
 // A block per row of FP32, which it reads twice; a thread processes blocks of 16.
 template <bool corrected, Candidates by>
 __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left,
-                                                    int64_t columns, LadderRule rule) {
+                                                    int64_t columns, int span) {
   __shared__ uint32_t scratch[8];
   __shared__ LadderTables tables;
   make_ladder_tables<by>(tables);  // the barriers of block_largest follow
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x,
   for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) most = larger_magnitude(most, in[i]);
   most = block_largest(most, scratch);
   if (threadIdx.x == 0) left.keys[blockIdx.x] = most;
-  const LadderRow row = ladder_row(most, rule.span);
+  const LadderRow row = ladder_row(most, span);
   RowSums sums;
   int64_t own = 0, made = 0;
   for (int64_t at = threadIdx.x * LADDER_BLOCK; at < columns; at += blockDim.x * LADDER_BLOCK) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x,
     __half2 v[LADDER_BLOCK / 2];
     for (int i = 0; i < LADDER_BLOCK / 2; ++i) v[i] = __floats2half2_rn(in[at + 2 * i] * unit, in[at + 2 * i + 1] * unit);
     sums = RowSums{};
-    emit_block<corrected, by>(v, rung, row, rule.chooses, tables, words, sums);
+    emit_block<corrected, by>(v, rung, row, tables, words, sums);
     own += sums.own, made += sums.made;
     uint32_t* out = reinterpret_cast<uint32_t*>(codes + blockIdx.x * columns + at);
     for (int i = 0; i < LADDER_BLOCK / 4; ++i) out[i] = words[i];
@@ -121,10 +121,10 @@ __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x,
 }
 
 // Scales of rows from `left`, the results of the other kernels.
-__global__ void row_scales(RowLeft left, int64_t rows, LadderRule rule, bool corrected, float* __restrict__ scale) {
+__global__ void row_scales(RowLeft left, int64_t rows, int span, bool corrected, float* __restrict__ scale) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= rows) return;
-  const float own = ladder_scale(ladder_row(left.keys[row], rule.span));
+  const float own = ladder_scale(ladder_row(left.keys[row], span));
   const auto sum = [&](int i) { return static_cast<double>(static_cast<int64_t>(left.sums[2 * row + i])); };
   scale[row] = corrected ? own * row_factor(sum(0), sum(1)) : own;
 }
@@ -136,7 +136,7 @@ void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<T
   with_choice(by, [&](auto tag) {
     constexpr Candidates error = decltype(tag)::value;
     const auto kernel = call.corrected ? ladder_plain<true, error> : ladder_plain<false, error>;
-    kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.left, v.size(1), call.rule);
+    kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.left, v.size(1), call.span);
   });
 }
 
@@ -147,7 +147,7 @@ bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64
   int shared = 0;
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
   const bool shaped = transposed ? rows % 8 == 0 : columns <= ROW_WARPS * 32 * ROW;
-  const bool chosen = by == Candidates::NONE || by == Candidates::MSE, read = type == ScalarType::BFloat16 || bytes == 1;
+  const bool chosen = by == Candidates::MSE, read = type == ScalarType::BFloat16 || bytes == 1;
   return shaped && chosen && read && stages + STATIC_SHARED <= shared && (rotation == 0 || rotation == HALF_ROTATION) &&
          aligned(x.const_data_ptr(), 16);
 }
@@ -174,28 +174,26 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   call.how.signs = seed_of(signs), call.how.gain = binades_of(gain);
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
-  call.rule = {static_cast<int>(span), by != Candidates::NONE};
+  call.span = static_cast<int>(span);
   call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
   const Tensor keys = empty_like_device(x, {rows}, ScalarType::Int);
-  const Tensor sums = torch::stable::new_zeros(x, {corrected ? rows : 1, 2}, ScalarType::Long);
-  call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(sums)};
-  if (!fits(x, transposed, rows, columns, rotation, by)) {
+  const bool fused = fits(x, transposed, rows, columns, rotation, by);
+  const int64_t sums = corrected ? 2 * rows : 0, flags = fused && transposed ? column_amax_size(call.rows, call.columns) : 0;
+  const Tensor zeros = torch::stable::new_zeros(x, {sums + ceil_div(flags, 4) + 1}, ScalarType::Long);
+  call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(zeros)};
+  call.column_amax = reinterpret_cast<uint16_t*>(call.left.sums + sums);
+  if (!fused) {
     launch_plain(call, x, signs, gain, transposed, by);
   } else {
     with_operand(x, [&](auto tag) {
       using In = typename decltype(tag)::Type;
       if constexpr (std::is_same_v<In, Bf16> || std::is_same_v<In, Code8>) {
-        if (transposed) {
-          const int64_t count = column_amax_size(call.rows, call.columns);
-          const Tensor column_amax = torch::stable::new_zeros(x, {count}, ScalarType::Short);
-          call.column_amax = mutable_data_of<uint16_t>(column_amax);
-          return launch_ladder_transposed<In>(call);
-        }
+        if (transposed) return launch_ladder_transposed<In>(call);
         corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);
       }
     });
   }
-  row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.rule, corrected, mutable_data_of<float>(row_scale));
+  row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.span, corrected, mutable_data_of<float>(row_scale));
   check_launch("rotate_fold_ladder");
   return {codes, row_scale};
 }

@@ -25,13 +25,8 @@ __device__ __forceinline__ BlockRung block_rung(uint32_t amax_bits, int floor) {
   return {max(step, floor), under ? 0 : place, step < floor || (step == floor && place == 0)};
 }
 
-// Bits that turn the exponent of a number into 1.5 times the number whose last bit is a step of E2M1's grid. As a
-// constant, ptxas would move it to a register before each use.
-constexpr uint32_t LIFT = 0x26002600u;
-constexpr uint32_t ONE_PAIR = 0x3c003c00u, TWO_PAIR = 0x40004000u;
-
 // tries, weights: by the place of the first rung. Inverses of the rungs above, at and below it in half precision, twice
-// per word, LIFT; factors of their errors: their scales in units of 2^step, squared for squared errors.
+// per word; factors of their errors: their scales in units of 2^step, squared for squared errors.
 // chosen: by `candidate`, the place plus 0 (below) to 3 (two above). The inverse and the scale in half precision, twice
 // per word, and the scale in FP32; all at step 0.
 struct LadderTables {
@@ -56,23 +51,23 @@ __device__ __forceinline__ void make_ladder_tables(LadderTables& tables) {
       const float scale = rung_times((candidate + 2) % 3, (candidate + 2) / 3 - 1);
       return by == Candidates::MSE ? scale * scale : scale;
     };
-    tables.tries[at] = make_uint4(inverse(at + 2), inverse(at + 1), inverse(at), LIFT);
+    tables.tries[at] = make_uint4(inverse(at + 2), inverse(at + 1), inverse(at), 0);
     tables.weights[at] = make_float4(weight(at + 2), weight(at + 1), weight(at), 0.0f);
   }
 }
 
-// Two numbers rounded to the grid of E2M1 without a limit, ties to even; `least`: ONE_PAIR, or TWO_PAIR for a
-// grid twice as wide. exponents: their exponent bits.
-__device__ __forceinline__ __half2 on_grid(__half2 value, uint32_t exponents, uint32_t lift, uint32_t least) {
-  const __half2 magic = pair_of_bits(__viaddmax_u16x2(exponents, lift, least + LIFT));
-  return __hsub2_rn(__hadd2_rn(value, magic), magic);
+// Two numbers rounded to the grid of E2M1 without a limit, ties to even; on a grid `wide` times as wide, 1 or 2. With
+// m the larger of |v| and 1.5, the last bit of 512 m is a step of the grid, and 512 m an even number of steps where v is
+// a tie. v - 512 m, rounded, loses what is below a step. Zeros are positive.
+template <int wide = 1>
+__device__ __forceinline__ __half2 on_grid(__half2 v) {
+  const __half2 m = larger_halves_signed(v, __float2half2_rn(1.5f * wide));
+  return __hfma2(m, __float2half2_rn(512.0f), __hfma2(m, __float2half2_rn(-512.0f), v));
 }
-__device__ __forceinline__ uint32_t exponents_of(__half2 value) { return bits_of_pair(value) & 0x7c007c00u; }
 
-// E2M1 values of two numbers v in units of 2^step, from the inverse of a rung; zeros are positive.
-__device__ __forceinline__ __half2 e2m1_pair(__half2 v, uint32_t inverse, uint32_t lift) {
-  const __half2 value = __hmul2_rn(v, pair_of_bits(inverse));
-  return smaller_halves(on_grid(value, exponents_of(value), lift, ONE_PAIR), __float2half2_rn(6.0f));
+// E2M1 values of two numbers v in units of 2^step, from the inverse of a rung.
+__device__ __forceinline__ __half2 e2m1_pair(__half2 v, uint32_t inverse) {
+  return smaller_halves(on_grid(__hmul2_rn(v, pair_of_bits(inverse))), __float2half2_rn(6.0f));
 }
 
 // E4M3 codes of two numbers, in the lower half of a word.
@@ -102,11 +97,12 @@ struct BlockError {
   }
 };
 
-// The candidate with the least error: the rung's place plus 0 (the rung below) to 3 (two above). v[i]: pair i of a
-// block.
+// The candidate with the least error: the rung's place plus 0 (the rung below) to 3 (two above); without a choice the
+// rung itself. v[i]: pair i of a block.
 template <Candidates by, typename Values>
 __device__ __forceinline__ int chosen_candidate(const Values& v, int pairs, const BlockRung& rung,
                                                 const LadderTables& tables) {
+  if constexpr (by == Candidates::NONE) return rung.place + 1;
   const uint4 inverse = tables.tries[rung.place];
   const float4 weight = tables.weights[rung.place];
   const __half2 six = __float2half2_rn(6.0f);
@@ -116,13 +112,12 @@ __device__ __forceinline__ int chosen_candidate(const Values& v, int pairs, cons
     const __half2 each = v[i];
     const auto off_of = [&](uint32_t factor) {
       const __half2 value = __hmul2_rn(each, pair_of_bits(factor));
-      return __hsub2_rn(on_grid(value, exponents_of(value), inverse.w, ONE_PAIR), value);
+      return __hsub2_rn(on_grid(value), value);
     };
     above.add(off_of(inverse.x)), own.add(off_of(inverse.y));
     const __half2 value = __hmul2_rn(each, pair_of_bits(inverse.z));
-    const uint32_t exponents = exponents_of(value);
-    below.add(__hsub2_rn(smaller_halves(on_grid(value, exponents, inverse.w, ONE_PAIR), six), value));
-    twice.add(__hsub2_rn(on_grid(value, exponents, inverse.w, TWO_PAIR), value));
+    below.add(__hsub2_rn(smaller_halves(on_grid(value), six), value));
+    twice.add(__hsub2_rn(on_grid<2>(value), value));
   }
   float least = twice.value() * weight.z;
   int found = rung.place + 3;
@@ -142,9 +137,8 @@ struct RowSums {
 // Carrier codes of a block, four per word, and its contribution to the row's sums. v: in units of 2^step.
 template <bool corrected, Candidates by = Candidates::MSE>
 __device__ __forceinline__ void emit_block(const __half2 (&v)[8], const BlockRung& rung, const LadderRow& row,
-                                           bool chooses, const LadderTables& tables, uint32_t* words, RowSums& sums) {
-  const uint4 of = tables.chosen[chooses ? chosen_candidate<by>(v, LADDER_BLOCK / 2, rung, tables) : rung.place + 1];
-  const uint32_t lift = tables.tries[0].w;
+                                           const LadderTables& tables, uint32_t* words, RowSums& sums) {
+  const uint4 of = tables.chosen[chosen_candidate<by>(v, LADDER_BLOCK / 2, rung, tables)];
   const int down = rung.step - row.step;  // -11 to 0
   uint32_t shift = of.y + static_cast<uint32_t>(down + LADDER_TOP) * 0x04000400u;
   if (row.lost) shift = 0x7e007e00u;
@@ -154,7 +148,7 @@ __device__ __forceinline__ void emit_block(const __half2 (&v)[8], const BlockRun
     uint32_t codes[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const __half2 each = v[2 * w + i], code = e2m1_pair(each, of.x, lift);
+      const __half2 each = v[2 * w + i], code = e2m1_pair(each, of.x);
       if constexpr (corrected) own.add(each, each), made.add(each, code);
       codes[i] = code_pair(__hmul2_rn(code, pair_of_bits(shift)));
     }
@@ -170,8 +164,7 @@ __device__ __forceinline__ void emit_block(const __half2 (&v)[8], const BlockRun
 // The blocks of a thread, two at a time: put(number, codes of 32 elements).
 template <bool corrected, int held, typename Values, typename Put>
 __device__ __forceinline__ void emit_blocks(const Values& values, const uint32_t (&amax)[held / LADDER_BLOCK],
-                                            const LadderRow& row, bool chooses, const LadderTables& tables, RowSums& sums,
-                                            Put&& put) {
+                                            const LadderRow& row, const LadderTables& tables, RowSums& sums, Put&& put) {
 #pragma unroll
   for (int n = 0; n < held / LADDER_BLOCK / 2; ++n) {
     uint32_t words[LADDER_BLOCK / 2];
@@ -181,7 +174,7 @@ __device__ __forceinline__ void emit_blocks(const Values& values, const uint32_t
       const BlockRung rung = block_rung(amax[b], row.floor);
       __half2 v[LADDER_BLOCK / 2];
       values.scaled(b, rung.step + LADDER_LOW, v);
-      emit_block<corrected>(v, rung, row, chooses, tables, words + half * (LADDER_BLOCK / 4), sums);
+      emit_block<corrected>(v, rung, row, tables, words + half * (LADDER_BLOCK / 4), sums);
     }
     put(n, words);
   }

@@ -6,21 +6,17 @@
 
 namespace lowprec {
 
-struct LadderRule {
-  int span;
-  bool chooses;  // the rung with the least error of four
-};
-
 template <Candidates by>
 struct ChoiceTag {
   static constexpr Candidates value = by;
 };
 
-// Calls the body with the error by which rungs are chosen; a rule without a choice computes none.
+// Calls the body with the error by which rungs are chosen.
 template <typename Body>
 auto with_choice(Candidates by, Body&& body) {
   if (by == Candidates::MAE) return body(ChoiceTag<Candidates::MAE>{});
   if (by == Candidates::MAX) return body(ChoiceTag<Candidates::MAX>{});
+  if (by == Candidates::NONE) return body(ChoiceTag<Candidates::NONE>{});
   return body(ChoiceTag<Candidates::MSE>{});
 }
 
@@ -55,7 +51,7 @@ struct LadderCall {
   uint16_t* column_amax;
   int rotation;
   LadderInput how;
-  LadderRule rule;
+  int span;
   bool corrected;
   int device;
   cudaStream_t stream;
@@ -67,7 +63,7 @@ Tensor hadamard_half(const Tensor& x, std::optional<Tensor> seed, int64_t block,
 int binades_of(double gain);
 
 // ladder_transposed.cu: codes of the transpose.
-constexpr int TRANSPOSED_SHARED = 85 * 1024;  // bytes that a thread block needs at most
+constexpr int TRANSPOSED_SHARED = 43 * 1024;  // bytes that a thread block needs at most
 int64_t column_amax_size(int64_t rows, int64_t columns);
 template <typename In>
 void launch_ladder_transposed(const LadderCall& call);

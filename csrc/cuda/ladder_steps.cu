@@ -176,7 +176,7 @@ __device__ __forceinline__ uint32_t row_amax(const typename Block::In* from, con
 template <typename Block, Candidates by>
 __global__ void __launch_bounds__(32 * WARPS, 4)
     quantize_rows(const typename Block::In* __restrict__ x, const float* __restrict__ tops, uint8_t* __restrict__ codes,
-                  float* __restrict__ scale, float* __restrict__ row_scale, Shape of, LadderRule rule) {
+                  float* __restrict__ scale, float* __restrict__ row_scale, Shape of, int span) {
   __shared__ LadderTables tables;
   __shared__ uint32_t scratch[WARPS];
   make_ladder_tables<by>(tables);
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
   for_rows(of.rows, sharers, [&](int64_t number) {
     const int64_t first = number * of.columns;
     const uint32_t top = tops == nullptr ? row_amax<Block>(x + first, of, scratch) : magnitude_bits(tops[number]);
-    const LadderRow row = ladder_row(top, rule.span);
+    const LadderRow row = ladder_row(top, span);
     if (rank == 0) row_scale[number] = ladder_scale(row);
     for (int tile = rank; tile < tiles; tile += sharers) {
       const int64_t at = first + static_cast<int64_t>(tile) * of.width;
@@ -194,12 +194,12 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
       const uint32_t amax = block.amax();
       const BlockRung rung = block_rung(amax, row.floor);
       const auto v = block.over(rung.step + LADDER_LOW);
-      const int candidate = rule.chooses ? chosen_candidate<by>(v, block.pairs, rung, tables) : rung.place + 1;
+      const int candidate = chosen_candidate<by>(v, block.pairs, rung, tables);
       const uint4 chosen = tables.chosen[candidate];
-      const bool lost = rule.span > 0 ? row.lost : amax >= INFINITE;
+      const bool lost = span > 0 ? row.lost : amax >= INFINITE;
       scale[number * tiles + tile] = bits_float(lost ? 0x7fc00000u : chosen.z) * exp2_int(rung.step + LADDER_LOW);
       write_block(block, codes + at, [&](int i) {
-        return lost ? 0x7f7fu : code_pair(e2m1_pair(v[i], chosen.x, tables.tries[0].w));
+        return lost ? 0x7f7fu : code_pair(e2m1_pair(v[i], chosen.x));
       });
     }
   });
@@ -336,7 +336,6 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& given, std::opt
   const Tensor held = tops.has_value() ? floats(*tops) : x;  // must live until the kernel is launched
   const float* amax = tops.has_value() ? data_of<float>(held) : nullptr;
   const Shape of{rows, static_cast<int>(columns), static_cast<int>(width)};
-  const LadderRule rule{static_cast<int>(span), by != Candidates::NONE};
   const int64_t needed = ceil_div(columns / width, 32);  // warps
   const int warps = tops.has_value() ? WARPS : static_cast<int>(std::min<int64_t>(needed, WARPS));
   with_block(x, width, [&](auto tag) {
@@ -344,7 +343,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& given, std::opt
     with_choice(by, [&](auto choice) {
       launch_rows(quantize_rows<Block, decltype(choice)::value>, x, rows, warps, tops.has_value() ? WARPS : 1,
                   data_of<typename Block::In>(x), amax, mutable_data_of<uint8_t>(codes),
-                  mutable_data_of<float>(scale), mutable_data_of<float>(row_scale), of, rule);
+                  mutable_data_of<float>(scale), mutable_data_of<float>(row_scale), of,
+                  static_cast<int>(span));
     });
   });
   check_launch("quantize_ladder");

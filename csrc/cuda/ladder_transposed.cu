@@ -9,7 +9,7 @@
 // circle if those that run hold a whole column, two tiles each, and no others need to run at the same time. Columns
 // with more tiles than there are blocks are read twice, first for their amax only.
 //
-// Of about 40 instructions per element in the machine code, 13 copy, unpack and rotate, 27 try rungs and emit codes.
+// Of about 35 instructions per element in the machine code, 12 copy, unpack and rotate, 23 try rungs and emit codes.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_columns.h"
@@ -17,7 +17,9 @@
 namespace lowprec {
 namespace {
 
-constexpr int LADDER_RESIDENT = 2;  // thread blocks per multiprocessor
+using Tiles = ColumnTiles<4>;  // faster than 8 warps, which wait for each other, and than 2
+constexpr int WARPS = Tiles::WARPS, COLUMNS = Tiles::COLUMNS;
+constexpr int LADDER_RESIDENT = 4;  // thread blocks per multiprocessor
 constexpr int TILE_BLOCKS = HELD / LADDER_BLOCK;
 // A warp's own bytes: codes before they are written, or decoded values of E4M3.
 template <typename In>
@@ -25,7 +27,7 @@ constexpr size_t LADDER_OWN = sizeof(In) == 1 ? TOKENS * 16 : STAGED_CODES / 2;
 // What the threads keep of a tile: their elements, amaxes and binades.
 constexpr size_t SAVED_TILE = 32 * WARPS * 4 * (HELD / 2 + TILE_BLOCKS + 1);
 template <typename In>
-constexpr size_t LADDER_SHARED = STAGE<In> + WARPS * LADDER_OWN<In> + SAVED_TILE;
+constexpr size_t LADDER_SHARED = Tiles::STAGE<In> + WARPS * LADDER_OWN<In> + SAVED_TILE;
 static_assert(LADDER_SHARED<Bf16> <= TRANSPOSED_SHARED && LADDER_SHARED<Code8> <= TRANSPOSED_SHARED, "see fits");
 
 // Whether E4M3 codes under this scale are halves times a power of two.
@@ -48,8 +50,8 @@ __device__ __forceinline__ void rotate_tile(RotatedTile<rotation>& made, uint8_t
                                             const GivenScale& given, bool power, const uint32_t* signs, int gain) {
   uint32_t pairs[HELD / 2];
   const bool halves = rotation > 0 && sizeof(In) == 1 && power;
-  if (halves) take_codes(pairs, stage, own);
-  else take_pairs<In>(pairs, stage, own, given);
+  if (halves) Tiles::take_codes(pairs, stage, own);
+  else Tiles::take_pairs<In>(pairs, stage, own, given);
   if constexpr (rotation > 0 && sizeof(In) == 1) {
     __half2 h[HELD / 2];
     const int shift = power ? enlarge_halves<HELD>(pairs, signs, *given.scale, h) : enlarge<HELD>(pairs, signs, h);
@@ -61,24 +63,27 @@ __device__ __forceinline__ void rotate_tile(RotatedTile<rotation>& made, uint8_t
   for (int b = 0; b < TILE_BLOCKS; ++b) made.amax[b] = made.values.amax(b);
 }
 
-// Exchanges a thread's words with those that it keeps in shared memory.
-template <int count>
-__device__ __forceinline__ void exchange(uint32_t (&words)[count], uint4* saved) {
+// Takes the thread's words from shared memory, and leaves others there.
+template <bool leaves, int count>
+__device__ __forceinline__ void exchange(uint32_t (&words)[count], const uint32_t (&others)[count], uint4* saved) {
 #pragma unroll
   for (int c = 0; c < count / 4; ++c) {
     const uint4 old = saved[c * 32 * WARPS];
-    saved[c * 32 * WARPS] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
+    if constexpr (leaves) {
+      saved[c * 32 * WARPS] = make_uint4(others[4 * c], others[4 * c + 1], others[4 * c + 2], others[4 * c + 3]);
+    }
     words[4 * c] = old.x, words[4 * c + 1] = old.y, words[4 * c + 2] = old.z, words[4 * c + 3] = old.w;
   }
 }
-template <int rotation>
-__device__ __forceinline__ void exchange(RotatedTile<rotation>& tile, uint4* saved) {
-  exchange(tile.values.v, saved + threadIdx.x);
-  exchange(tile.amax, saved + HELD / 8 * 32 * WARPS + threadIdx.x);
+template <bool leaves, int rotation>
+__device__ __forceinline__ void exchange(RotatedTile<rotation>& tile, const RotatedTile<rotation>& other, uint4* saved) {
+  exchange<leaves>(tile.values.v, other.values.v, saved + threadIdx.x);
+  exchange<leaves>(tile.amax, other.amax, saved + HELD / 8 * 32 * WARPS + threadIdx.x);
   if constexpr (rotation > 0) {
     int& binades = reinterpret_cast<int*>(saved + (HELD / 8 + TILE_BLOCKS / 4) * 32 * WARPS)[threadIdx.x];
     const int old = binades;
-    binades = tile.values.binades, tile.values.binades = old;
+    if constexpr (leaves) binades = other.values.binades;
+    tile.values.binades = old;
   }
 }
 
@@ -96,6 +101,15 @@ __device__ __forceinline__ Share share_of(const TileAt& at, int rows, int column
 struct ColumnAmax {
   uint16_t* of;
   int tiles, pitch;  // of a column; the pitch is a multiple of 8
+  uint32_t inverse;  // of `tiles`, times 2^32 - 1
+
+  // A tile by its number, column by column.
+  __device__ __forceinline__ TileAt place_of(uint32_t number) const {
+    const uint32_t of_column = tiles;
+    uint32_t across = __umulhi(number, inverse), down = number - across * of_column;
+    if (down >= of_column) ++across, down -= of_column;  // the product can be too small by 1
+    return {static_cast<int>(down) * TOKENS, static_cast<int>(across) * COLUMNS};
+  }
 
   // Of the thread's column in a tile; the last tile fills the pitch.
   __device__ __forceinline__ void write(const uint32_t (&amax)[TILE_BLOCKS], int column, int tile) const {
@@ -138,13 +152,13 @@ struct ColumnAmax {
 // key: bits of the amax of the thread's column. between() is called after half of the codes.
 template <int rotation, bool corrected, typename Between>
 __device__ __forceinline__ void emit_tile(const RotatedTile<rotation>& tile, const TileAt& at, int rows, int columns,
-                                          uint32_t key, const LadderRule& rule, const LadderTables& tables,
+                                          uint32_t key, int span, const LadderTables& tables,
                                           const RowLeft& left, uint8_t* own, uint8_t* codes, Between&& between) {
   const Share mine = share_of(at, rows, columns);
   if (mine.token == 0 && mine.inside) left.keys[mine.column] = key;
-  const LadderRow row = ladder_row(key, rule.span);
+  const LadderRow row = ladder_row(key, span);
   RowSums of;
-  emit_blocks<corrected, HELD>(tile.values, tile.amax, row, rule.chooses, tables, of,
+  emit_blocks<corrected, HELD>(tile.values, tile.amax, row, tables, of,
                                [&](int n, const uint32_t (&words)[LADDER_BLOCK / 2]) {
     write_codes(words, reinterpret_cast<uint4*>(own), [&](int piece, const uint4& made) {
       const int lane = piece / 2, column = at.column + (threadIdx.x >> 5) * 8 + lane / 4;
@@ -168,28 +182,23 @@ __device__ __forceinline__ void emit_tile(const RotatedTile<rotation>& tile, con
 // drawn: the number of tiles that blocks have drawn. emits: otherwise only column_amax is written.
 template <typename In, int rotation, bool corrected>
 __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
-    column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, LadderRule rule,
+    column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, int span,
                   ColumnAmax column_amax, uint32_t* __restrict__ drawn, RowLeft left, uint8_t* __restrict__ codes,
                   bool emits) {
   extern __shared__ uint4 saved[];
-  __shared__ alignas(16) uint32_t sign_words[SIGN_WORDS];
+  __shared__ alignas(16) uint32_t sign_words[HALF_SIGN_WORDS];
   __shared__ LadderTables tables;
   __shared__ TileAt next;
-  const auto place_of = [&](uint32_t tile) {
-    const int n = static_cast<int>(tile);
-    return TileAt{n % column_amax.tiles * TOKENS, n / column_amax.tiles * COLUMNS};
-  };
-  make_signs(sign_words, rotation, how.signs);
+  make_half_signs(sign_words, rotation, how.signs);
   make_ladder_tables(tables);
-  if (threadIdx.x == 0) next = place_of(atomicAdd(drawn, 1u));
+  if (threadIdx.x == 0) next = column_amax.place_of(atomicAdd(drawn, 1u));
   __syncthreads();
   const uint32_t* signs = signs_of_lane(sign_words, rotation);
   const bool power = sizeof(In) == 1 && is_power(how);
   uint8_t* stage = reinterpret_cast<uint8_t*>(saved) + SAVED_TILE;
-  uint8_t* own = stage + STAGE<In> + (threadIdx.x >> 5) * LADDER_OWN<In>;
+  uint8_t* own = stage + Tiles::STAGE<In> + (threadIdx.x >> 5) * LADDER_OWN<In>;
   TileAt at = next, before{0, columns};
-  RotatedTile<rotation> rotated_tile{};
-  if (at.column < columns) fetch<In, true>(x, at, rows, columns, stage);
+  if (at.column < columns) Tiles::fetch<In, true>(x, at, rows, columns, stage);
   commit_copies();
   while (true) {
     const bool more = at.column < columns;
@@ -199,24 +208,27 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
     };
     const auto fetch_next = [&] {
       if (!more) return;
-      if (threadIdx.x == 0) next = place_of(number);
+      if (threadIdx.x == 0) next = column_amax.place_of(number);
       __syncthreads();  // the next tile is known, and the stage is free
-      if (next.column < columns) fetch<In, true>(x, next, rows, columns, stage);
+      if (next.column < columns) Tiles::fetch<In, true>(x, next, rows, columns, stage);
       commit_copies();
     };
+    RotatedTile<rotation> tile;  // the one before, which is emitted
     if (more) {
       wait_copies();
       __syncthreads();  // the stage is filled
       const GivenScale given{how.scale, how.scale_step, at.token, rows};
-      rotate_tile<In>(rotated_tile, stage, own, given, power, signs, how.gain);
-      column_amax.write(rotated_tile.amax, share_of(at, rows, columns).column, at.token / TOKENS);
+      RotatedTile<rotation> made;
+      rotate_tile<In>(made, stage, own, given, power, signs, how.gain);
+      column_amax.write(made.amax, share_of(at, rows, columns).column, at.token / TOKENS);
+      if (emits) exchange<true>(tile, made, saved);
+    } else if (emits) {
+      exchange<false>(tile, tile, saved);
     }
-    if (emits) exchange(rotated_tile, saved);
     if (emits && before.column < columns) {
       const uint32_t key = column_amax.wait(share_of(before, rows, columns).column);
       draw();
-      emit_tile<rotation, corrected>(rotated_tile, before, rows, columns, key, rule, tables, left, own, codes,
-                                     fetch_next);
+      emit_tile<rotation, corrected>(tile, before, rows, columns, key, span, tables, left, own, codes, fetch_next);
     } else {
       draw(), fetch_next();
     }
@@ -234,12 +246,13 @@ void launch_all(const LadderCall& call) {
   const int64_t down = ceil_div(call.rows, TOKENS), tiles = down * ceil_div(call.columns, COLUMNS);
   const int64_t blocks = resident_blocks(kernel, 32 * WARPS, LADDER_SHARED<In>, tiles, call.device);
   const int pitch = static_cast<int>(amax_pitch(call.rows));
-  const ColumnAmax column_amax{call.column_amax + COUNTERS, static_cast<int>(down), pitch};
+  const ColumnAmax column_amax{call.column_amax + COUNTERS, static_cast<int>(down), pitch,
+                               0xffffffffu / static_cast<uint32_t>(down)};
   uint32_t* drawn = reinterpret_cast<uint32_t*>(call.column_amax);
   const auto launch = [&](uint32_t* number, bool emits) {
     kernel<<<blocks, 32 * WARPS, LADDER_SHARED<In>, call.stream>>>(
         static_cast<const In*>(call.x), static_cast<int>(call.rows), static_cast<int>(call.columns), call.how,
-        call.rule, column_amax, number, call.left, call.codes, emits);
+        call.span, column_amax, number, call.left, call.codes, emits);
   };
   if (down > blocks) launch(drawn + 1, false);
   launch(drawn, true);

@@ -34,7 +34,12 @@ __device__ __forceinline__ uint32_t larger_brains(uint32_t a, uint32_t b) {
   return made;
 }
 
-// The smaller magnitudes of two pairs, with the signs of their products.
+// The larger and the smaller magnitudes of two pairs, with the signs of their products.
+__device__ __forceinline__ __half2 larger_halves_signed(__half2 a, __half2 b) {
+  uint32_t made;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(made) : "r"(bits_of_pair(a)), "r"(bits_of_pair(b)));
+  return pair_of_bits(made);
+}
 __device__ __forceinline__ __half2 smaller_halves(__half2 a, __half2 b) {
   uint32_t made;
   asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(made) : "r"(bits_of_pair(a)), "r"(bits_of_pair(b)));
@@ -96,6 +101,16 @@ struct RotatedPairs {
 };
 
 constexpr int HALF_ROTATION = 128;  // elements of a rotation that this file serves
+constexpr int HALF_SIGN_WORDS = 2 * SIGN_WORDS;
+
+// `make_signs`, and after these words the same for the first element of each pair alone, as an FP32 sign bit: adding it
+// to an element that is shifted to FP32 costs no instruction more.
+__device__ __forceinline__ void make_half_signs(uint32_t* signs, int block, const int64_t* seed) {
+  make_signs(signs, block, seed);
+  if (threadIdx.x >= 32) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) signs[SIGN_WORDS + threadIdx.x * 4 + i] = signs[threadIdx.x * 4 + i] << 16;
+}
 
 // The largest `top` in the lanes of a rotation.
 template <int held>
@@ -112,11 +127,12 @@ __device__ __forceinline__ int enlarge(const uint32_t (&pairs)[held / 2], const 
   const __nv_bfloat162 times = __float2bfloat162_rn(exp2_int(shift));
 #pragma unroll
   for (int i = 0; i < held / 8; ++i) {
-    const uint4 flip = reinterpret_cast<const uint4*>(signs)[i];
-    const uint32_t of[4] = {flip.x, flip.y, flip.z, flip.w};
+    const uint4 flip = reinterpret_cast<const uint4*>(signs)[i], low = reinterpret_cast<const uint4*>(signs + SIGN_WORDS)[i];
+    const uint32_t of[4] = {flip.x, flip.y, flip.z, flip.w}, first[4] = {low.x, low.y, low.z, low.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      h[4 * i + j] = halves_of(bits_of_pair(__hmul2_rn(brain_pair(pairs[4 * i + j]), times)) ^ of[j]);
+      const uint32_t pair = bits_of_pair(__hmul2_rn(brain_pair(pairs[4 * i + j]), times));
+      h[4 * i + j] = __floats2half2_rn(bits_float((pair << 16) + first[j]), bits_float((pair ^ of[j]) & 0xffff0000u));
     }
   }
   return shift;

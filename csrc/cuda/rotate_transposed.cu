@@ -11,21 +11,29 @@
 namespace lowprec {
 namespace {
 
+using Tiles = ColumnTiles<8>;
+// Blocks per multiprocessor: the stages of FP32 fill its shared memory.
+template <typename In>
+constexpr int RESIDENT = sizeof(In) == 4 ? 1 : 2;
+// A warp's own bytes: codes before they are written, or decoded values of E4M3.
+template <typename In, bool emits>
+constexpr size_t OWN = sizeof(In) == 1 ? TOKENS * 16 : emits ? STAGED_CODES : 0;
+
 __device__ __forceinline__ uint32_t byte_of_key(int key) { return key >= LOST ? LOST_BYTE : key; }
 __device__ __forceinline__ int key_of(uint32_t saved) { return saved == LOST_BYTE ? LOST : static_cast<int>(saved); }
 
 template <typename In, bool plain>
-__global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
+__global__ void __launch_bounds__(32 * Tiles::WARPS, RESIDENT<In>)
     column_keys(const In* __restrict__ x, int rows, int columns, Rotation how, uint32_t* __restrict__ keys,
                 uint16_t* __restrict__ saved) {
   extern __shared__ uint4 dynamic[];
   __shared__ Tables tables;
   make_tables(tables, how);
   const uint32_t* signs = signs_of_lane(tables.signs, plain ? HELD : how.block);
-  each_tile<In, OWN<In, false>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
+  Tiles::each_tile<In, OWN<In, false>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
                               [&](const TileAt&, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
     float v[HELD];
-    take<In>(v, stage, own, signs, given);
+    Tiles::take<In>(v, stage, own, signs, given);
     rotate<plain ? HELD : 0>(v, how);
     const int low = block_key(v, how), high = block_key(v + MX_BLOCK, how);
     int largest = max(low, high);
@@ -39,7 +47,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
 }
 
 template <typename In, bool random, bool plain>
-__global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
+__global__ void __launch_bounds__(32 * Tiles::WARPS, RESIDENT<In>)
     column_codes(const In* __restrict__ x, int rows, int columns, Rotation how, const uint32_t* __restrict__ keys,
                  const uint16_t* __restrict__ saved, uint8_t* __restrict__ codes, float* __restrict__ scale) {
   extern __shared__ uint4 dynamic[];
@@ -55,10 +63,10 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
     }
   }
   const uint32_t* signs = signs_of_lane(tables.signs, plain ? HELD : how.block);
-  each_tile<In, OWN<In, true>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
+  Tiles::each_tile<In, OWN<In, true>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
                              [&](const TileAt& at, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
     float v[HELD];
-    take<In>(v, stage, own, signs, given);
+    Tiles::take<In>(v, stage, own, signs, given);
     rotate<plain ? HELD : 0>(v, how);
     const int row = mine.inside ? static_cast<int>(keys[mine.column]) : 1;
     const uint32_t both = mine.inside ? saved[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] : 0x0101u;
@@ -82,12 +90,12 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
 template <typename In, bool plain>
 void launch_both(const RotateCall& call, uint32_t* keys, uint16_t* saved) {
   const In* x = static_cast<const In*>(call.x);
-  const int rows = static_cast<int>(call.rows), columns = static_cast<int>(call.columns), threads = 32 * WARPS;
-  const int64_t tiles = ceil_div(rows, TOKENS) * ceil_div(columns, COLUMNS);
-  size_t shared = 2 * STAGE<In> + WARPS * OWN<In, false>;
+  const int rows = static_cast<int>(call.rows), columns = static_cast<int>(call.columns), threads = 32 * Tiles::WARPS;
+  const int64_t tiles = ceil_div(rows, TOKENS) * ceil_div(columns, Tiles::COLUMNS);
+  size_t shared = 2 * Tiles::STAGE<In> + Tiles::WARPS * OWN<In, false>;
   int64_t blocks = resident_blocks(column_keys<In, plain>, threads, shared, tiles, call.device);
   column_keys<In, plain><<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, saved);
-  shared = 2 * STAGE<In> + WARPS * OWN<In, true>;
+  shared = 2 * Tiles::STAGE<In> + Tiles::WARPS * OWN<In, true>;
   const auto codes = call.how.seed != nullptr ? column_codes<In, true, plain> : column_codes<In, false, plain>;
   blocks = resident_blocks(codes, threads, shared, tiles, call.device);
   codes<<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, saved, call.codes, call.scale);
