@@ -4,8 +4,8 @@
 // As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
 // the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
 //
-// Bound by instructions: of about 38 per element, 12 try four rungs, 5 round and encode, 5 rotate, 4 unpack and scale; the
-// others are those of a block, copies, and sums. In half precision an instruction has two elements.
+// Bound by instructions: of about 38 per element, 12 try four rungs, 5 round and encode, 5 rotate, 4 unpack and scale;
+// the others are those of a block, copies, and sums. In half precision an instruction has two elements.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_rows.h"
@@ -178,7 +178,8 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
   const Tensor keys = empty_like_device(x, {rows}, ScalarType::Int);
   const bool fused = fits(x, transposed, rows, columns, rotation, by);
-  const int64_t sums = corrected ? 2 * rows : 0, flags = fused && transposed ? column_amax_size(call.rows, call.columns) : 0;
+  const int64_t sums = corrected ? 2 * rows : 0;
+  const int64_t flags = fused && transposed ? column_amax_size(call.rows, call.columns) : 0;
   const Tensor zeros = torch::stable::new_zeros(x, {sums + ceil_div(flags, 4) + 1}, ScalarType::Long);
   call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(zeros)};
   call.column_amax = reinterpret_cast<uint16_t*>(call.left.sums + sums);
@@ -193,7 +194,8 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
       }
     });
   }
-  row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.span, corrected, mutable_data_of<float>(row_scale));
+  row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.span, corrected,
+                                                           mutable_data_of<float>(row_scale));
   check_launch("rotate_fold_ladder");
   return {codes, row_scale};
 }

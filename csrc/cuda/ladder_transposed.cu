@@ -76,7 +76,8 @@ __device__ __forceinline__ void exchange(uint32_t (&words)[count], const uint32_
   }
 }
 template <bool leaves, int rotation>
-__device__ __forceinline__ void exchange(RotatedTile<rotation>& tile, const RotatedTile<rotation>& other, uint4* saved) {
+__device__ __forceinline__ void exchange(RotatedTile<rotation>& tile, const RotatedTile<rotation>& other,
+                                         uint4* saved) {
   exchange<leaves>(tile.values.v, other.values.v, saved + threadIdx.x);
   exchange<leaves>(tile.amax, other.amax, saved + HELD / 8 * 32 * WARPS + threadIdx.x);
   if constexpr (rotation > 0) {

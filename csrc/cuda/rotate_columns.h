@@ -122,7 +122,8 @@ struct ColumnTiles {
       const int token = i * 32 + lane;
       const uint2 codes = *reinterpret_cast<const uint2*>(stage + place<Code8>(token, warp) * 8);
       *reinterpret_cast<uint4*>(decoded_at(own, token)) =
-          make_uint4(halves(codes.x & 0xffffu), halves(codes.x >> 16), halves(codes.y & 0xffffu), halves(codes.y >> 16));
+          make_uint4(halves(codes.x & 0xffffu), halves(codes.x >> 16),
+                     halves(codes.y & 0xffffu), halves(codes.y >> 16));
     }
     __syncwarp();
     turn<8 * 16>(pairs, decoded_at(own, first_token()));
@@ -132,7 +133,7 @@ struct ColumnTiles {
   // Reads the thread's 64 tokens of its column as pairs of BF16.
   template <typename In>
   static __device__ __forceinline__ void take_pairs(uint32_t (&pairs)[HELD / 2], const uint8_t* stage, uint8_t* own,
-                                             const GivenScale& given) {
+                                                    const GivenScale& given) {
     const int warp = threadIdx.x >> 5;
     if constexpr (sizeof(In) == 2) {
       turn<8 * COLUMNS * 2>(pairs, stage + place<In>(first_token(), warp) * 16);
@@ -146,7 +147,7 @@ struct ColumnTiles {
   // Reads the thread's 64 tokens of its column, with their signs.
   template <typename In>
   static __device__ __forceinline__ void take(float (&v)[HELD], uint8_t* stage, uint8_t* own, const uint32_t* signs,
-                                       const GivenScale& given) {
+                                              const GivenScale& given) {
     if constexpr (sizeof(In) == 4) {
       const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
       const int column = warp * 8 + (lane >> 2);
@@ -166,8 +167,8 @@ struct ColumnTiles {
   // Calls body(tile, share, its elements in shared memory, scales of codes, the warp's own bytes) for each tile of this
   // block. own_bytes: of a warp. unrolled: copies are.
   template <typename In, size_t own_bytes, bool unrolled, typename Body>
-  static __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, const float* scale, int scale_step,
-                                            uint8_t* shared, Body&& body) {
+  static __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, const float* scale,
+                                                   int scale_step, uint8_t* shared, Body&& body) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int across = (columns + COLUMNS - 1) / COLUMNS, tiles = across * ((rows + TOKENS - 1) / TOKENS);
     uint8_t* own = shared + 2 * STAGE<In> + warp * own_bytes;

@@ -120,14 +120,16 @@ __device__ __forceinline__ uint32_t group_largest(uint32_t top) {
   return top;
 }
 
-// Pairs of BF16 to signed halves, whose largest magnitude in the group is in [64, 128). Returns the binades.
+// Pairs of BF16 to signed halves, whose largest magnitude in the group is in [64, 128). signs: the lane's of
+// `make_half_signs`. Returns the binades.
 template <int held>
 __device__ __forceinline__ int enlarge(const uint32_t (&pairs)[held / 2], const uint32_t* signs, __half2 (&h)[held / 2]) {
   const int shift = rotation_shift(bits_float(group_largest<held>(brain_amax<held / 2>(pairs))));
   const __nv_bfloat162 times = __float2bfloat162_rn(exp2_int(shift));
 #pragma unroll
   for (int i = 0; i < held / 8; ++i) {
-    const uint4 flip = reinterpret_cast<const uint4*>(signs)[i], low = reinterpret_cast<const uint4*>(signs + SIGN_WORDS)[i];
+    const uint4 flip = reinterpret_cast<const uint4*>(signs)[i];
+    const uint4 low = reinterpret_cast<const uint4*>(signs + SIGN_WORDS)[i];
     const uint32_t of[4] = {flip.x, flip.y, flip.z, flip.w}, first[4] = {low.x, low.y, low.z, low.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -30,8 +30,9 @@ __global__ void __launch_bounds__(32 * Tiles::WARPS, RESIDENT<In>)
   __shared__ Tables tables;
   make_tables(tables, how);
   const uint32_t* signs = signs_of_lane(tables.signs, plain ? HELD : how.block);
-  Tiles::each_tile<In, OWN<In, false>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
-                              [&](const TileAt&, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
+  Tiles::each_tile<In, OWN<In, false>, plain>(
+      x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
+      [&](const TileAt&, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
     float v[HELD];
     Tiles::take<In>(v, stage, own, signs, given);
     rotate<plain ? HELD : 0>(v, how);
@@ -63,8 +64,9 @@ __global__ void __launch_bounds__(32 * Tiles::WARPS, RESIDENT<In>)
     }
   }
   const uint32_t* signs = signs_of_lane(tables.signs, plain ? HELD : how.block);
-  Tiles::each_tile<In, OWN<In, true>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
-                             [&](const TileAt& at, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
+  Tiles::each_tile<In, OWN<In, true>, plain>(
+      x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
+      [&](const TileAt& at, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
     float v[HELD];
     Tiles::take<In>(v, stage, own, signs, given);
     rotate<plain ? HELD : 0>(v, how);
