@@ -3,6 +3,7 @@
 // (ops/activations.py).
 #include <cuda_bf16.h>
 
+#include "cuda/ladder_call.h"
 #include "cuda/vectors.h"
 #include "numerics/activations.h"
 
@@ -138,6 +139,8 @@ std::tuple<Tensor, Tensor> gated_silu(const Tensor& given) {
   return {y, amax};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> gated_silu_backward(const Tensor& given_dy, const Tensor& given) {
   const Tensor dy = dense(given_dy), gate_up = dense(given);
   const int64_t rows = rows_of(dy), width = dy.size(1);
@@ -155,7 +158,6 @@ std::tuple<Tensor, Tensor> gated_silu_backward(const Tensor& given_dy, const Ten
   return {dx, amax};
 }
 
-}  // namespace
 }  // namespace lowprec
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {

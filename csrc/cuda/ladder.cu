@@ -1,5 +1,6 @@
 // rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 with the best of four rungs in blocks of 16,
-// carriers, a factor per row. This file has rows of x and the op; ladder_transposed.cu has rows of the transpose.
+// carriers, a factor per row. This file has rows of x, also of the gradient of SwiGLU, and the ops;
+// ladder_transposed.cu has rows of the transpose.
 //
 // As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
 // the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
@@ -9,6 +10,7 @@
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_rows.h"
+#include "numerics/activations.h"
 
 namespace lowprec {
 namespace {
@@ -17,15 +19,57 @@ constexpr int ROW = 32;        // elements per thread
 constexpr int ROW_WARPS = 28;  // for rows of 28672
 constexpr int STATIC_SHARED = 2048;
 
-template <typename In, int rotation, bool corrected>
+// Rows of x in memory. chunks: 16-byte chunks of a row in shared memory per thread.
+template <typename In>
+struct StoredRows {
+  static constexpr int chunks = CHUNKS<In, ROW>;
+  const In* x;
+
+  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to) const {
+    lowprec::fetch<In, ROW>(x + row * columns, columns, to);
+  }
+  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int, uint4* stage, const LadderInput& how) const {
+    take_pairs<In, ROW>(pairs, stage, sizeof(In) == 1 ? how.scale[row * how.scale_step] : 1.0f);
+  }
+};
+
+// Rows of the gradient of SwiGLU (gated.cu), computed here and written to dx. A pair of elements is one gate and one up.
+struct GatedRows {
+  static constexpr int own = CHUNKS<Bf16, ROW>, chunks = own + CHUNKS<Bf16, ROW / 2>;
+  const Bf16 *dy, *gate_up;
+  Bf16* dx;
+
+  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to) const {
+    lowprec::fetch<Bf16, ROW>(gate_up + row * columns, columns, to);
+    lowprec::fetch<Bf16, ROW / 2>(dy + row * (columns / 2), columns / 2, to + 32 * own);
+  }
+  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int columns, uint4* stage,
+                                       const LadderInput&) const {
+    uint32_t upstream[ROW / 4];
+    take_pairs<Bf16, ROW>(pairs, stage, 1.0f);
+    take_pairs<Bf16, ROW / 2>(upstream, stage + 32 * own, 1.0f);
+#pragma unroll
+    for (int i = 0; i < ROW / 2; ++i) {
+      const float of = bits_float(i % 2 ? upstream[i / 2] & 0xffff0000u : upstream[i / 2] << 16);
+      const GatedGradients g = gated_silu_gradients(of, bits_float(pairs[i] << 16), bits_float(pairs[i] & 0xffff0000u));
+      pairs[i] = bits_of_pair(__float22bfloat162_rn(make_float2(g.gate, g.up)));
+    }
+    const int first = (threadIdx.x >> 5) * 32 * ROW;
+    Bf16* out = dx + row * columns + first;
+    write_codes(pairs, stage, [&](int piece, const uint4& of) {  // a barrier follows before the stage is used again
+      if (first + piece * 8 < columns) *reinterpret_cast<uint4*>(out + piece * 8) = of;
+    });
+  }
+};
+
+template <typename Rows, int rotation, bool corrected>
 __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
-    ladder_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left, int64_t rows, int columns,
-                LadderInput how, int span) {
+    ladder_rows(Rows from, uint8_t* __restrict__ codes, RowLeft left, int64_t rows, int columns, LadderInput how, int span) {
   extern __shared__ uint4 stages[];
   __shared__ alignas(16) uint32_t drawn[HALF_SIGN_WORDS];
   __shared__ uint32_t of_warps[2][ROW_WARPS];
   __shared__ LadderTables tables;
-  constexpr int part = 32 * CHUNKS<In, ROW>, blocks = ROW / LADDER_BLOCK;
+  constexpr int part = 32 * Rows::chunks, blocks = ROW / LADDER_BLOCK;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
   make_half_signs(drawn, rotation, how.signs);
@@ -34,18 +78,16 @@ __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
   const uint32_t* signs = signs_of_lane<ROW>(drawn, rotation);
   int turn = 0;
   int64_t row = blockIdx.x;
-  if (row < rows) fetch<In, ROW>(x + row * columns, columns, mine[0]);
+  if (row < rows) from.fetch(row, columns, mine[0]);
   commit_copies();
   for (; row < rows; row += gridDim.x, turn ^= 1) {
     wait_copies();
     __syncwarp();
     uint4* stage = turn ? mine[1] : mine[0];
-    if (row + gridDim.x < rows) {
-      fetch<In, ROW>(x + (row + gridDim.x) * columns, columns, turn ? mine[0] : mine[1]);
-    }
+    if (row + gridDim.x < rows) from.fetch(row + gridDim.x, columns, turn ? mine[0] : mine[1]);
     commit_copies();
     uint32_t pairs[ROW / 2];
-    take_pairs<In, ROW>(pairs, stage, sizeof(In) == 1 ? how.scale[row * how.scale_step] : 1.0f);
+    from.take(pairs, row, columns, stage, how);
     const auto values = values_of<rotation, ROW>(pairs, signs, how.gain);
     uint32_t amax[blocks], most = 0;
 #pragma unroll
@@ -72,19 +114,27 @@ __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
   }
 }
 
-template <typename In, int rotation, bool corrected>
-void launch_rows(const LadderCall& call) {
-  const auto kernel = ladder_rows<In, rotation, corrected>;
-  const int warps = static_cast<int>(ceil_div(call.columns, 32 * ROW));
-  const size_t shared = 2 * warps * 32 * ROW * sizeof(In);
-  const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
-  kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.left, call.rows,
-                                                      static_cast<int>(call.columns), call.how, call.span);
+// Bytes of shared memory for rows of `columns`: this row and the next.
+template <typename Rows>
+int64_t stages_of(int64_t columns) {
+  return 2 * ceil_div(columns, 32 * ROW) * 32 * Rows::chunks * 16;
 }
 
-template <typename In, bool corrected>
-void launch_rows(const LadderCall& call) {
-  call.rotation == 0 ? launch_rows<In, 0, corrected>(call) : launch_rows<In, HALF_ROTATION, corrected>(call);
+template <int rotation, bool corrected, typename Rows>
+void launch_rows(const LadderCall& call, Rows from) {
+  const auto kernel = ladder_rows<Rows, rotation, corrected>;
+  const int threads = 32 * static_cast<int>(ceil_div(call.columns, 32 * ROW));
+  const size_t shared = stages_of<Rows>(call.columns);
+  const int64_t blocks = resident_blocks(kernel, threads, shared, call.rows, call.device);
+  kernel<<<blocks, threads, shared, call.stream>>>(from, call.codes, call.left, call.rows, static_cast<int>(call.columns),
+                                                   call.how, call.span);
+}
+
+template <typename Rows>
+void launch_rows(const LadderCall& call, Rows from) {
+  constexpr int none = 0;
+  if (call.rotation == none) call.corrected ? launch_rows<none, true>(call, from) : launch_rows<none, false>(call, from);
+  else call.corrected ? launch_rows<HALF_ROTATION, true>(call, from) : launch_rows<HALF_ROTATION, false>(call, from);
 }
 
 // --- step by step: shapes, types, rotations and choices that the fused kernels do not support ------------------------
@@ -140,67 +190,132 @@ void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<T
   });
 }
 
-bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64_t rotation, Candidates by) {
-  const ScalarType type = x.scalar_type();
-  const int64_t bytes = type == ScalarType::Float8_e4m3fn ? 1 : 2;
-  const int64_t stages = transposed ? TRANSPOSED_SHARED : 2 * ceil_div(columns, 32 * ROW) * 32 * ROW * bytes;
+// Whether the fused kernels support this call. stages: dynamic shared memory. shaped: further conditions.
+bool fits(const LadderCall& call, int64_t stages, bool shaped, Candidates by) {
   int shared = 0;
-  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
-  const bool shaped = transposed ? rows % 8 == 0 : columns <= ROW_WARPS * 32 * ROW;
-  const bool chosen = by == Candidates::MSE, read = type == ScalarType::BFloat16 || bytes == 1;
-  return shaped && chosen && read && stages + STATIC_SHARED <= shared && (rotation == 0 || rotation == HALF_ROTATION) &&
-         aligned(x.const_data_ptr(), 16);
+  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, call.device);
+  return shaped && by == Candidates::MSE && stages + STATIC_SHARED <= shared &&
+         (call.rotation == 0 || call.rotation == HALF_ROTATION) && aligned(call.x, 16);
 }
 
-std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional<Tensor> scale, bool transposed,
-                                              std::optional<Tensor> signs, int64_t rotation, double gain,
-                                              std::vector<int64_t> tile, std::string candidates, int64_t span,
-                                              bool corrected, std::optional<Tensor>) {
+bool rows_fit(const LadderCall& call, int64_t stages, Candidates by) {
+  return fits(call, stages, call.columns <= ROW_WARPS * 32 * ROW, by);
+}
+
+// Arguments of an op, besides its input.
+struct LadderOp {
+  std::optional<Tensor> signs;
+  int64_t rotation;
+  double gain;
+  std::vector<int64_t> tile;
+  Candidates by;
+  int64_t span;
+  bool corrected;
+};
+
+// Results of an op for codes [rows, columns], and the call without its input. `zeros` also has `flags` bytes for
+// `column_amax`.
+struct LadderResults {
+  Tensor codes, scale, keys, zeros;
+  LadderCall call{};
+
+  LadderResults(const Tensor& x, int64_t rows, int64_t columns, const LadderOp& op)
+      : codes(empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn)),
+        scale(empty_like_device(x, {rows, 1}, ScalarType::Float)), keys(empty_like_device(x, {rows}, ScalarType::Int)) {
+    STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");
+    STD_TORCH_CHECK(ladder_width(rows, columns, op.tile) == LADDER_BLOCK, "this kernel has blocks of ", LADDER_BLOCK);
+    const int64_t rotation = op.rotation;
+    STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),
+                    "blocks of ", rotation, " do not fit a row of ", columns);
+    STD_TORCH_CHECK(op.span > 0 && op.span <= 11, "codes fold within 11 binades, not ", op.span);
+    call.codes = mutable_data_of<uint8_t>(codes);
+    call.rotation = static_cast<int>(rotation), call.span = static_cast<int>(op.span), call.corrected = op.corrected;
+    call.how.signs = seed_of(op.signs), call.how.gain = binades_of(op.gain);
+    call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
+    call.x = x.const_data_ptr(), call.rows = rows_of(x), call.columns = x.size(1);
+  }
+
+  void clear(int64_t flags) {
+    const int64_t rows = codes.size(0), sums = call.corrected ? 2 * rows : 0;
+    zeros = torch::stable::new_zeros(codes, {sums + ceil_div(flags, 8) + 1}, ScalarType::Long);
+    call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(zeros)};
+    call.column_amax = reinterpret_cast<uint16_t*>(call.left.sums + sums);
+  }
+
+  void finish() {
+    const int64_t rows = codes.size(0);
+    row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.span, call.corrected,
+                                                             mutable_data_of<float>(scale));
+  }
+};
+
+std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tensor>& scale, bool transposed, const LadderOp& op) {
   const Tensor x = dense(given);
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
-  STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");
-  STD_TORCH_CHECK(ladder_width(rows, columns, tile) == LADDER_BLOCK, "this kernel has blocks of ", LADDER_BLOCK);
-  STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),
-                  "blocks of ", rotation, " do not fit a row of ", columns);
-  STD_TORCH_CHECK(span > 0 && span <= 11, "codes fold within 11 binades, not ", span);
-  const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
-  STD_TORCH_CHECK((x.scalar_type() == ScalarType::Float8_e4m3fn) == scale.has_value(), "a scale belongs to E4M3 codes");
-  const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
-  const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
-  LadderCall call{};
-  call.x = x.const_data_ptr(), call.rows = rows_of(x), call.columns = x.size(1);
-  call.codes = mutable_data_of<uint8_t>(codes);
-  call.rotation = static_cast<int>(rotation);
-  call.how.signs = seed_of(signs), call.how.gain = binades_of(gain);
+  const ScalarType type = x.scalar_type();
+  STD_TORCH_CHECK((type == ScalarType::Float8_e4m3fn) == scale.has_value(), "a scale belongs to E4M3 codes");
+  LadderResults made(x, rows, columns, op);
+  LadderCall& call = made.call;
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
-  call.span = static_cast<int>(span);
-  call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
-  const Tensor keys = empty_like_device(x, {rows}, ScalarType::Int);
-  const bool fused = fits(x, transposed, rows, columns, rotation, by);
-  const int64_t sums = corrected ? 2 * rows : 0;
-  const int64_t flags = fused && transposed ? column_amax_size(call.rows, call.columns) : 0;
-  const Tensor zeros = torch::stable::new_zeros(x, {sums + ceil_div(flags, 4) + 1}, ScalarType::Long);
-  call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(zeros)};
-  call.column_amax = reinterpret_cast<uint16_t*>(call.left.sums + sums);
+  const bool read = type == ScalarType::BFloat16 || scale.has_value();
+  const int64_t stages = scale.has_value() ? stages_of<StoredRows<Code8>>(columns) : stages_of<StoredRows<Bf16>>(columns);
+  const bool fused = read && (transposed ? fits(call, TRANSPOSED_SHARED, rows % 8 == 0, op.by) : rows_fit(call, stages, op.by));
+  made.clear(fused && transposed ? 2 * column_amax_size(call.rows, call.columns) : 0);
   if (!fused) {
-    launch_plain(call, x, signs, gain, transposed, by);
+    launch_plain(call, x, op.signs, op.gain, transposed, op.by);
   } else {
     with_operand(x, [&](auto tag) {
       using In = typename decltype(tag)::Type;
       if constexpr (std::is_same_v<In, Bf16> || std::is_same_v<In, Code8>) {
-        if (transposed) return launch_ladder_transposed<In>(call);
-        corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);
+        if (transposed) launch_ladder_transposed<In>(call);
+        else launch_rows(call, StoredRows<In>{static_cast<const In*>(call.x)});
       }
     });
   }
-  row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.span, corrected,
-                                                           mutable_data_of<float>(row_scale));
+  made.finish();
   check_launch("rotate_fold_ladder");
-  return {codes, row_scale};
+  return {made.codes, made.scale};
+}
+
+std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Tensor> scale, bool transposed,
+                                              std::optional<Tensor> signs, int64_t rotation, double gain,
+                                              std::vector<int64_t> tile, std::string candidates, int64_t span,
+                                              bool corrected, std::optional<Tensor>) {
+  const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
+  return folded(x, scale, transposed, {signs, rotation, gain, tile, by, span, corrected});
+}
+
+// The gradient of SwiGLU and its codes, in one kernel where it fits.
+std::tuple<Tensor, Tensor, Tensor> gated_silu_backward_ladder(const Tensor& given_dy, const Tensor& given,
+                                                              std::optional<Tensor> signs, int64_t rotation, double gain,
+                                                              std::vector<int64_t> tile, std::string candidates,
+                                                              int64_t span, bool corrected) {
+  const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
+  const LadderOp op{signs, rotation, gain, tile, by, span, corrected};
+  const Tensor dy = dense(given_dy), gate_up = dense(given);
+  const int64_t rows = rows_of(gate_up), columns = gate_up.size(1);
+  STD_TORCH_CHECK(rows_of(dy) == rows && 2 * dy.size(1) == columns, "gated_silu_backward_ladder: dy [", dy.size(0), ", ",
+                  dy.size(1), "] for gate_up [", rows, ", ", columns, "]");
+  LadderResults made(gate_up, rows, columns, op);
+  const bool read = dy.scalar_type() == ScalarType::BFloat16 && gate_up.scalar_type() == ScalarType::BFloat16;
+  if (!read || !aligned(dy.const_data_ptr(), 16) || !rows_fit(made.call, stages_of<GatedRows>(columns), by)) {
+    const Tensor dx = std::get<0>(gated_silu_backward(dy, gate_up));
+    const auto [codes, scale] = folded(dx, std::nullopt, false, op);
+    return {dx, codes, scale};
+  }
+  const Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
+  made.clear(0);
+  launch_rows(made.call, GatedRows{data_of<Bf16>(dy), data_of<Bf16>(gate_up), mutable_data_of<Bf16>(dx)});
+  made.finish();
+  check_launch("gated_silu_backward_ladder");
+  return {dx, made.codes, made.scale};
 }
 
 }  // namespace
 }  // namespace lowprec
 
-STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("rotate_fold_ladder", TORCH_BOX(&lowprec::rotate_fold_ladder)); }
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("rotate_fold_ladder", TORCH_BOX(&lowprec::rotate_fold_ladder));
+  m.impl("gated_silu_backward_ladder", TORCH_BOX(&lowprec::gated_silu_backward_ladder));
+}

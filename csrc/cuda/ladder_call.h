@@ -57,6 +57,8 @@ struct LadderCall {
   cudaStream_t stream;
 };
 
+// gated.cu: the gradient of SwiGLU in the dtype of dy, and the amax of its rows.
+std::tuple<Tensor, Tensor> gated_silu_backward(const Tensor& dy, const Tensor& gate_up);
 // hadamard.cu: x [m, k] rotated in half precision, FP32.
 Tensor hadamard_half(const Tensor& x, std::optional<Tensor> seed, int64_t block, double gain);
 // log2 of a power of two.

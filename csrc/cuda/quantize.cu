@@ -282,16 +282,19 @@ __global__ void __launch_bounds__(THREADS) emit_tiles(const In* __restrict__ x, 
   else made.store_some(codes + row * columns + column, static_cast<int>(min(columns - column, int64_t{VECTOR})));
 }
 
-// Second read of a tensor with one scale.
+// A tensor with one scale. forward: from its beginning, where `amax_all` has ended, else from its end, which the kernel
+// that made x may have left in the L2 cache.
 template <typename In, Format F, bool random>
 __global__ void __launch_bounds__(THREADS) emit_tensor(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
                                                        const uint32_t* __restrict__ amax, float* __restrict__ scale,
-                                                       int64_t rows, int64_t columns, ScaleRule how, Draw draw) {
+                                                       int64_t rows, int64_t columns, ScaleRule how, Draw draw,
+                                                       bool forward) {
   constexpr int EACH = 4;
   const TileScale of = tile_scale(bits_float(*amax), how);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale = of.scale;
   const int64_t vectors = columns / VECTOR, total = rows * vectors;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
+  const int64_t block = forward ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+  const int64_t first = block * THREADS * EACH + threadIdx.x;
   Vector<In> held[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
@@ -353,7 +356,7 @@ void launch_by(const Tensor& x, const uint32_t* amax, const float* tops, const T
   if constexpr (whole) {
     if (tile.rows == rows && tile.columns == columns && how.span == 0) {
       emit_tensor<In, F, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
-          in, codes, amax, scale, rows, columns, how, draw);
+          in, codes, amax, scale, rows, columns, how, draw, false);
       return;
     }
   }
@@ -397,7 +400,7 @@ bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale
     uint32_t* found = mutable_data_of<uint32_t>(amax);
     launch_amax(in, found, rows * columns, stream);
     emit_tensor<In, F, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
-        in, codes, found, scale, rows, columns, how, draw);
+        in, codes, found, scale, rows, columns, how, draw, true);
     return true;
   }
   return false;

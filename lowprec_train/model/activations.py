@@ -15,6 +15,7 @@ from lowprec_train.group import kept
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.ops import activations as ops
 from lowprec_train.precision.gemm import cast
+from lowprec_train.precision.linear import GradCodes
 
 Tensors = tuple[Tensor, ...]
 WAYS = {"quantized_gated_silu": 2}  # inputs whose columns alternate
@@ -80,19 +81,25 @@ class TanhGELU:
 # --- one op forward and one backward ---
 
 
-def gated_silu(gate_up: Tensor, grad_amax: Tensor | None = None) -> WithAmax:
+def gated_silu(gate_up: Tensor, with_grad: GradCodes | Tensor | None = None) -> WithAmax:
     """silu(gate) up [..., F] of gate_up [..., 2 F], whose columns alternate gate, up.
 
-    grad_amax: from the linear that made `gate_up` (`precision.linear.Linear.with_grad_amax`), or None; its gradient is
-    the amax of the gradient of gate_up.
+    with_grad: from the linear that made `gate_up` (`precision.linear.Linear.with_grad_codes`), or None; its gradients
+    are codes of the gradient of gate_up, or, of a single tensor, its amax.
     """
-    return _activation("gated_silu", gate_up, grad_amax)
+    if not isinstance(with_grad, GradCodes):
+        return _activation("gated_silu", gate_up, with_grad)
+    if not torch.is_grad_enabled():
+        return _activation("gated_silu", gate_up, None)
+    y, amax = _GatedSiLUWithCodes.apply(gate_up.flatten(end_dim=-2), *with_grad[:3], *with_grad.how)
+    return y.unflatten(0, gate_up.shape[:-1]), amax
 
 
 def quantized_gated_silu(
     gate_up: Tensor, grad_amax: Tensor | None, how: Quantizer, recomputes: bool = False
 ) -> WithAmax:
-    """silu(Q(gate)) Q(up), with codes of both saved; other arguments as for `gated_silu`.
+    """silu(Q(gate)) Q(up), with codes of both saved. grad_amax: from `precision.linear.Linear.with_grad_amax`, or None;
+    its gradient is the amax of the gradient of gate_up.
 
     recomputes: make the codes by an op of their own, and y from them (`QuantizedSavedInput`).
     """
@@ -155,6 +162,24 @@ class _Activation(torch.autograd.Function):
             saved = tuple(part for pair in zip(*parts, strict=True) for part in pair)
         dx, amax = op(dy.contiguous(), *saved, *ctx.how)
         return None, None, dx, amax if ctx.needs_input_grad[3] else None, *[None] * len(ctx.how)
+
+
+class _GatedSiLUWithCodes(torch.autograd.Function):
+    """gate_up [m, 2 F], placeholders for codes [m, 2 F] and scales [m, 1] of its gradient -> y [m, F], amax [m]."""
+
+    @staticmethod
+    def forward(ctx, gate_up, codes, scale, signs, *how):  # type: ignore[no-untyped-def]
+        y, amax = torch.ops.lowprec.gated_silu(gate_up)
+        ctx.how = how
+        ctx.save_for_backward(gate_up, signs)
+        ctx.mark_non_differentiable(amax)
+        return y, amax
+
+    @staticmethod
+    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
+        gate_up, signs = ctx.saved_tensors
+        made = torch.ops.lowprec.gated_silu_backward_ladder(dy.contiguous(), gate_up, signs, *ctx.how)
+        return *made, None, *[None] * len(ctx.how)
 
 
 class _QuantizedNorm(torch.autograd.Function):

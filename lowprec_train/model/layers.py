@@ -92,7 +92,7 @@ class SwiGLU(QuantizedSavedInput):
 
     def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.quantizer is None:
-            return self.down(*gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws)), draws=draws)
+            return self.down(*gated_silu(*self.gate_up.with_grad_codes(x_BTD, draws)), draws=draws)
         if self.fuses(x_BTD):
             how = self.quantizer, self.recomputes
             return self.down(*quantized_gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws), *how), draws=draws)

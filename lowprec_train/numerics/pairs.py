@@ -9,6 +9,13 @@ from lowprec_train.numerics.formats import NEAREST
 from lowprec_train.numerics.quantizer import OWN_OPS, Quantized, Quantizer, Shared
 
 
+def amax_of_rows(x: Tensor) -> Tensor | None:
+    """Return the amax of each row of x [m, k], FP32 [m], where a compiled graph on a GPU can compute it in the kernel
+    that makes x; elsewhere None, because it would be a pass of its own.
+    """
+    return x.abs().amax(dim=1).float() if x.is_cuda and torch.compiler.is_compiling() else None
+
+
 def pairs(first: Quantizer, second: Quantizer) -> bool:
     """Return whether one op can round a matrix by `first` and its transpose by `second`: both to nearest, with the same
     format and scale rule.
@@ -31,16 +38,16 @@ def both(
 ) -> tuple[Quantized, Quantized]:
     """Round x [m, k] * across [1, k] by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
 
-    amax: a tensor whose largest element is max |x|, from the producer of x; it saves a pass. produced: x comes from a
-    compiled kernel, which computes the maximum if it can. shared: of x, if no scale depends on other parts or only one
-    scale for everything does, without `across` and `down`.
+    amax: a tensor whose largest element is max |x|, from the producer of x; it saves a pass. produced: x may come from
+    a compiled kernel, which computes the maximum if it can. shared: of x, if no scale depends on other parts or only
+    one scale for everything does, without `across` and `down`.
     """
     first.check(x.shape[0], x.shape[1])
     second.check(x.shape[1], x.shape[0])
     if not (first.tile == second.tile == (-1, -1) and across is None and down is None):
         amax = None
-    elif amax is None and produced and x.is_cuda and torch.compiler.is_compiling():
-        amax = x.abs().amax(dim=1).float()
+    elif amax is None and produced:
+        amax = amax_of_rows(x)
     if shared is not None and first.crosses(shared.dim):
         if shared.amax is None:
             left = torch.ops.lowprec.amax(x, first.tile) if amax is None else amax

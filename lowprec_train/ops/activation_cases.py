@@ -45,6 +45,24 @@ def _backward(op: str, kept: slice) -> Cases:
     return made
 
 
+def _gated_silu_backward_ladder() -> Cases:
+    """Return cases whose gates are 0 or 128, where sigmoids and so all bits are the same on every device."""
+    made: Cases = {}
+    for name, rows, width, rotation, dtype, candidates in (
+        ("rotated", 40, 320, 128, torch.bfloat16, "mse"),
+        ("not rotated", 7, 24, 0, torch.bfloat16, "mse"),
+        ("FP32", 5, 64, 128, torch.float32, "mse"),
+        ("rotations of 32", 5, 64, 32, torch.bfloat16, "mse"),
+        ("one scale", 5, 64, 128, torch.bfloat16, "none"),
+    ):
+        gate, up = 128 * (normal(rows, width, seed=5) > 0), normal(rows, width, seed=7)
+        gate_up = torch.stack((gate, up), 2).flatten(1).to(dtype)
+        dy = (normal(rows, width, seed=9) * 2.0 ** (torch.arange(rows) % 7)[:, None]).to(dtype)
+        signs = torch.tensor(13) if rotation else None
+        made[name] = (dy, gate_up, signs, rotation, 0.125, [1, 16], candidates, 11, rows > 5)
+    return made
+
+
 def _quantized_gated_silu() -> Cases:
     return {
         "E4M3": (normal(5, 512), "E4M3", 128),
@@ -97,6 +115,7 @@ BY_OP: dict[str, Callable[[], Cases]] = {
     "quantized_norm_backward": partial(_backward, "quantized_norm", slice(2, 4)),
     "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},
     "gated_silu_backward": lambda: {"BF16": (values(9, 128, seed=3).bfloat16(), values(9, 256).bfloat16())},
+    "gated_silu_backward_ladder": _gated_silu_backward_ladder,
     "quantized_gated_silu": _quantized_gated_silu,
     "quantized_gated_silu_backward": partial(_backward, "quantized_gated_silu", slice(2, 6)),
     "quantized_gelu": _quantized_gelu,

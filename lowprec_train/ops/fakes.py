@@ -199,6 +199,10 @@ def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
     return dy.new_empty(gate_up.shape), _row_amax(dy)
 
 
+def _gated_silu_backward_ladder(dy, gate_up, *_):  # type: ignore[no-untyped-def]
+    return dy.new_empty(gate_up.shape), *_rotate_fold_ladder(gate_up, None, False)
+
+
 def _quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     width = gate_up.shape[1] // 2
     kept = (part for _ in range(2) for part in _codes_and_exponents(gate_up, width, format, group))
@@ -265,6 +269,7 @@ FAKES: dict[str, Callable] = {
     "adamw_amax": lambda params, *_: params[0].new_empty((len(params), 3), dtype=torch.float32),
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
+    "gated_silu_backward_ladder": _gated_silu_backward_ladder,
     "saved_codes": _saved_codes,
     "group_codes": _group_codes,
     "norm_of_codes": _norm_of_codes,

@@ -115,6 +115,13 @@ def _saved_codes(x, format, tile, scale_rule, headroom, exponent_span):  # type:
     return stored, activations.exponents_of(scale)
 
 
+def _gated_silu_backward_ladder(dy, gate_up, signs, rotation, gain, tile, candidates, exponent_span, corrected):  # type: ignore[no-untyped-def]
+    """Return dx of `gated_silu_backward`, and of it the codes and scales [m, 1] of `rotate_fold_ladder`."""
+    dx, _ = torch.ops.lowprec.gated_silu_backward(dy, gate_up)
+    fold = kernel("rotate_fold_ladder", dy.device, candidates)
+    return dx, *fold(dx, None, False, signs, rotation, gain, tile, candidates, exponent_span, corrected)
+
+
 LADDER = (
     "hadamard_half",
     "quantize_ladder",
@@ -134,9 +141,8 @@ EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden"
 EAGER |= {"quantize_four_over_six": four_over_six.quantize_four_over_six}
 EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}
 EAGER |= {name: getattr(shared_gradients, name) for name in ("encode_gradients_by", "decode_gradients_by")}
-EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
-EAGER |= {name: getattr(activations, name) for name in ("group_codes", "norm_of_codes", "gelu_of_codes")}
-EAGER |= {"saved_codes": _saved_codes}
+EAGER |= {name: getattr(activations, name) for name in SCHEMAS if hasattr(activations, name)}
+EAGER |= {"saved_codes": _saved_codes, "gated_silu_backward_ladder": _gated_silu_backward_ladder}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 

@@ -126,6 +126,10 @@ SCHEMAS = {
     "dge_all": "(Tensor(a!)[] grads, Tensor[] weights, Tensor[] scales, float k, float cap, ScalarType dtype) -> ()",
     "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor amax)",
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
+    "gated_silu_backward_ladder": (
+        "(Tensor dy, Tensor gate_up, Tensor? signs, int rotation, float gain, int[2] tile, str candidates,"
+        " int exponent_span, bool corrected) -> (Tensor dx, Tensor codes, Tensor scale)"
+    ),
     "adamw": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] masters,"
         " Tensor(e!)[] steps, Tensor? grad_scale, Tensor? rms, Tensor? amax, Tensor? origins, Tensor? indices,"

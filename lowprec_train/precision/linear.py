@@ -7,7 +7,8 @@ between the forward and the backward pass.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lowprec_train.group import all_gather_rows, reduce_scatter_rows, rounded_and_kept
 from lowprec_train.numerics.draws import Draws, SeedTable, SiteDraws
+from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.backend import BackendLayer, run
 from lowprec_train.precision.linear_gemms import LinearGemms, Observer
@@ -26,6 +28,25 @@ from lowprec_train.precision.saved import SavedOperand
 from lowprec_train.precision.split import Split
 
 PLAN_CACHE_SIZE = 32  # per layer; evaluation calls it with many sequence lengths
+
+
+class WithDY(Enum):
+    """What the op that computes dY returns besides."""
+
+    NOTHING = ""
+    AMAX = "the amax of each row"
+    CODES = "codes for dgrad"
+
+
+class GradCodes(NamedTuple):
+    """Placeholders whose gradients are codes of dY, `codes` E4M3 [m, n] and `scale` FP32 [m, 1]; and arguments of the
+    op that makes them: `signs`, the seed of the rotation, and `how`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    signs: Tensor | None
+    how: tuple[Any, ...]
 
 
 class Linear(nn.Linear):
@@ -44,6 +65,7 @@ class Linear(nn.Linear):
     gathered: the weight after its all-gather if it is sharded by FSDP; None: the parameter itself.
     weight_amax: amax of the whole tensor-parallel weight (`parallel.weight_amax`); None: it is all-reduced here.
     keeps_x, keeps_w: X or its codes, and the codes of W, are saved although `model.recompute` would recompute them.
+    compiled_x: in a compiled model, the kernel that makes x is compiled too, so it can compute its amax.
     """
 
     site: int | None
@@ -54,11 +76,13 @@ class Linear(nn.Linear):
     weight_amax: Tensor | None
     keeps_x: bool
     keeps_w: bool
+    compiled_x: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.site = self.draws = self.observer = self.split = self.gathered = self.weight_amax = None
         self.keeps_x = self.keeps_w = False
+        self.compiled_x = True
         self.recipe = LinearRecipe()
 
     @property
@@ -112,14 +136,14 @@ class Linear(nn.Linear):
         return self.observer is None, self.gathered is not None and self.gathered.coded
 
     def _plan_key(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
-        return tokens, dtype, device, *self._making, self.split is None, self.keeps_x, self.keeps_w
+        return tokens, dtype, device, *self._making, self.split is None, self.keeps_x, self.keeps_w, self.compiled_x
 
     def _compile_plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
         fused, coded = self._making
         plan = compile_plan(
             self.recipe, self.shard_shape, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
         )
-        return replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w)
+        return replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w, compiled_x=self.compiled_x)
 
     def backend_layer(self) -> BackendLayer:
         """The backend's implementation of this layer; created once per recipe."""
@@ -130,21 +154,26 @@ class Linear(nn.Linear):
         return self._backend_layer
 
     def forward(
-        self, x: Tensor, amax: Tensor | None = None, *, with_grad_amax: bool = False, draws: Draws | None = None
+        self,
+        x: Tensor,
+        amax: Tensor | None = None,
+        *,
+        with_dy: WithDY = WithDY.NOTHING,
+        draws: Draws | None = None,
     ) -> Any:
-        """y [..., out]; with `with_grad_amax`, what the method of that name returns.
+        """y [..., out]; with `with_dy`, what `with_grad_amax` or `with_grad_codes` returns.
 
         amax: a tensor whose largest element is max |x|, if the kernel that produced x wrote one. draws: seeds of the
         micro-batch; this layer uses those at `site`.
         """
         site_draws = self.draws if draws is None or self.site is None else draws.site(self.site)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        needs_grad_amax = with_grad_amax and bias is None
+        wanted = with_dy if bias is None else WithDY.NOTHING
         if self.split is None:
-            y, grad_amax = self._product(x, bias, amax, site_draws, needs_grad_amax)
+            y, placeholder = self._product(x, bias, amax, site_draws, wanted)
         else:
-            y, grad_amax = self._sharded(self.split, x.flatten(end_dim=-2), bias, amax, site_draws, needs_grad_amax)
-        return (y, grad_amax) if with_grad_amax else y
+            y, placeholder = self._sharded(self.split, x.flatten(end_dim=-2), bias, amax, site_draws, wanted)
+        return y if with_dy is WithDY.NOTHING else (y, placeholder)
 
     def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
         """(y, grad_amax). grad_amax is an FP32 vector of zeros, one element per row, or None if no GEMM of the backward
@@ -152,7 +181,15 @@ class Linear(nn.Linear):
 
         The consumer of y returns the amax of dY as the gradient of `grad_amax`, which spares this layer a pass over dY.
         """
-        result: tuple[Tensor, Tensor | None] = self(x, with_grad_amax=True, draws=draws)
+        result: tuple[Tensor, Tensor | None] = self(x, with_dy=WithDY.AMAX, draws=draws)
+        return result
+
+    def with_grad_codes(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, GradCodes | Tensor | None]:
+        """(y, grad_codes) if the op that computes dY can also quantise it for dgrad; else as `with_grad_amax`.
+
+        The consumer of y returns codes and scales as gradients of `GradCodes`, which spares this layer a pass over dY.
+        """
+        result: tuple[Tensor, GradCodes | Tensor | None] = self(x, with_dy=WithDY.CODES, draws=draws)
         return result
 
     def _product(
@@ -161,9 +198,9 @@ class Linear(nn.Linear):
         bias: Tensor | None,
         amax: Tensor | None,
         draws: SiteDraws | None,
-        needs_grad_amax: bool,
+        with_dy: WithDY,
         plan: LinearPlan | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, GradCodes | Tensor | None]:
         given, rows = self.gathered, x.flatten(end_dim=-2)
         if self.recipe.takes_values:
             weight = self.weight if given is None else given.tensors[0]
@@ -175,11 +212,18 @@ class Linear(nn.Linear):
         leaf, coded = (self.weight, False) if given is None else (given.leaf, given.coded)
         tensors = () if given is None else tuple(each.detach() for each in given.tensors)
         plan = self.plan(rows.shape[0], x.dtype, x.device) if plan is None else plan
-        arguments = (plan, self.observer, self.split, amax, self.weight_amax, needs_grad_amax, coded, len(seeds))
+        if with_dy is WithDY.CODES and not plan.dgrad.a.needs_only_dy:
+            with_dy = WithDY.AMAX
+        arguments = (plan, self.observer, self.split, amax, self.weight_amax, with_dy, coded, len(seeds))
         out = _LinearFunction.apply(rows, leaf, *arguments, *seeds, *tensors)
-        y, placeholder = out if needs_grad_amax or plan.gathers_dy else (out, None)
+        y, *placeholders = out if isinstance(out, tuple) else (out,)
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # more rows than x if its codes were gathered
-        return y if bias is None else y + bias, placeholder
+        y = y if bias is None else y + bias
+        if with_dy is not WithDY.CODES:
+            return y, placeholders[0] if placeholders else None
+        signs, *how = LinearGemms(plan, draws).ladder(plan.dgrad.a)
+        codes, scale = placeholders
+        return y, GradCodes(codes, scale, signs, tuple(how))
 
     def _sharded(
         self,
@@ -188,8 +232,8 @@ class Linear(nn.Linear):
         bias: Tensor | None,
         amax: Tensor | None,
         draws: SiteDraws | None,
-        needs_grad_amax: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        with_dy: WithDY,
+    ) -> tuple[Tensor, GradCodes | Tensor | None]:
         """The tensor-parallel layer: all-gathers x or its codes first (dim 0), or reduce-scatters y after (dim 1).
 
         With dim 1 the bias is added after the reduction.
@@ -197,44 +241,57 @@ class Linear(nn.Linear):
         if split.dim == 0:  # `amax` is not used: it covers this rank's rows only
             plan = self.plan(x_MK.shape[0] * split.group.size, x_MK.dtype, x_MK.device)
             x_MK = x_MK if plan.gathers_rows else all_gather_rows(x_MK, split.group)
-            y_MN, grad_amax = self._product(x_MK, bias, None, draws, needs_grad_amax, plan)
-            return y_MN.unsqueeze(0), grad_amax
-        partial, own_dy = self._product(x_MK, None, amax, draws, needs_grad_amax=False)
+            y_MN, placeholder = self._product(x_MK, bias, None, draws, with_dy, plan)
+            return y_MN.unsqueeze(0), placeholder
+        partial, own_dy = self._product(x_MK, None, amax, draws, WithDY.NOTHING)
+        assert own_dy is None or isinstance(own_dy, Tensor)
         y_MN = reduce_scatter_rows(partial, split.group, own_dy)
         return (y_MN if bias is None else y_MN + bias).unsqueeze(0), None
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x [m, k], leaf [n, k] -> y [m, n], and a placeholder if its gradient is needed: [m] for the amax of dy with
-    `needs_grad_amax`; [m / ranks, n] for this rank's rows of dy, instead of y's gradient, if the plan gathers dY.
+    """x [m, k], leaf [n, k] -> y [m, n], and placeholders if their gradients are needed: [m] for the amax of dy, or
+    codes [m, n] and scales [m, 1], by `with_dy`; [m / ranks, n] for this rank's rows of dy, instead of y's gradient, if
+    the plan gathers dY.
 
     The leaf receives the weight's gradient. tensors: `drawn` seeds, then the weight's values or codes if the leaf is
     not the weight.
     """
 
     @staticmethod
-    def forward(ctx, x, leaf, plan, observer, split, amax, weight_amax, needs_grad_amax, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, leaf, plan, observer, split, amax, weight_amax, with_dy, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
         seeds, given = tensors[:drawn], tensors[drawn:]
         weight = given[0] if given and not coded else leaf
         gathered = SavedOperand(plan.saved_w, given) if coded else None
         gemms = LinearGemms(plan, _draws(seeds), observer, split)
         y, saved = gemms.forward(x, weight, amax, gathered, weight_amax)
         ctx.gemms_of, ctx.dtype, ctx.into = (plan, observer, split), x.dtype, leaf.dtype
-        ctx.drawn, ctx.tensors = drawn, len(tensors)
+        ctx.drawn, ctx.tensors, ctx.with_dy = drawn, len(tensors), with_dy
         ctx.save_for_backward(weight, *seeds, *saved)
         if plan.gathers_dy:
             return y, y.new_zeros(()).expand(y.shape[0] // split.group.size, y.shape[1])
-        return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if needs_grad_amax else y
+        if with_dy is WithDY.AMAX:
+            return y, x.new_zeros(y.shape[0], dtype=torch.float32)
+        if with_dy is WithDY.CODES:
+            return y, *(y.new_zeros((), dtype=dtype).expand(y.shape[0], n) for dtype, n in _codes_of(y))
+        return y
 
     @staticmethod
-    def backward(ctx, dy, of_placeholder=None):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy, *of_placeholders):  # type: ignore[no-untyped-def]
         weight, *rest = ctx.saved_tensors
         plan, observer, split = ctx.gemms_of
-        dy, amax = (of_placeholder, None) if plan.gathers_dy else (dy, of_placeholder)
+        dy = of_placeholders[0] if plan.gathers_dy else dy
+        amax = of_placeholders[0] if ctx.with_dy is WithDY.AMAX else None
+        ready = Quantized(*of_placeholders) if ctx.with_dy is WithDY.CODES else None
         gemms = LinearGemms(plan, _draws(rest[: ctx.drawn]), observer, split)
         saved, needs = tuple(rest[ctx.drawn :]), ctx.needs_input_grad[:2]
-        dx, dw = gemms.backward(dy.contiguous(), weight, saved, ctx.dtype, needs, amax, ctx.into)
+        dx, dw = gemms.backward(dy.contiguous(), weight, saved, ctx.dtype, needs, amax, ctx.into, ready)
         return dx, dw, *([None] * (ctx.tensors + 8))
+
+
+def _codes_of(dy: Tensor) -> tuple[tuple[torch.dtype, int], ...]:
+    """Return dtype and number of columns of the codes of dy, and of their scales."""
+    return (torch.float8_e4m3fn, dy.shape[1]), (torch.float32, 1)
 
 
 def _draws(seeds: Any) -> SiteDraws | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,13 @@ from torch import Tensor
 from lowprec_train.group import rounded
 from lowprec_train.numerics import rotated
 from lowprec_train.numerics.corrections import Correction
-from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
-from lowprec_train.numerics.pairs import both
+from lowprec_train.numerics.draws import Operand, SiteDraws
+from lowprec_train.numerics.pairs import amax_of_rows, both
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import accumulate, carrier_of, cast, multiply
 from lowprec_train.precision.gemm_path import Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
-from lowprec_train.precision.mean_split import Means, mean_product, rank_one, without_mean
+from lowprec_train.precision.mean_split import Means, mean_product, rank_one, split_means, without_mean
 from lowprec_train.precision.outliers import Residual
 from lowprec_train.precision.saved import SavedForm, SavedOperand, flatten, unflatten
 from lowprec_train.precision.split import Split
@@ -88,11 +89,12 @@ class LinearGemms:
         needs: tuple[bool, bool],
         amax: Tensor | None = None,
         into: torch.dtype | None = None,
+        ready: Quantized | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype).
 
         If the plan gathers dY, dy is this rank's rows of it. needs: whether dx and dw are needed; otherwise they are
-        None. amax: a tensor whose largest element is max |dy|, if available.
+        None. amax: a tensor whose largest element is max |dy|, if available. ready: dgrad's codes of dy, if available.
         """
         plan, into = self.plan, into or weight.dtype
         x, w = unflatten(saved, plan.saved_x, plan.saved_w)
@@ -102,7 +104,7 @@ class LinearGemms:
             spec, whole_amax = plan.fprop.b, saved[x.form.count : len(saved) - plan.saves_mean]
             codes_w = replace(self, observer=None)._rounded(spec, weight, *whole_amax)
             w = SavedOperand.of(SavedForm(quantizer=spec.quantizer), codes_w)
-        x, means = self._means(x, saved, dy) if plan.needs_dy_mean else (x, None)
+        x, means = split_means(plan, x, saved, dy) if plan.needs_dy_mean else (x, None)
         by_token, by_channel = (means.rest if means and each.a.mean_split else dy for each in (plan.dgrad, plan.wgrad))
         whole = plan.saved_x.residual or plan.adds_means
         product = torch.float32 if whole else into if plan.straight_through else None
@@ -119,21 +121,11 @@ class LinearGemms:
             shared = all(needs) and plan.wgrad.a.source is Source.DGRAD_CODES
             rounded = self._gathered_rows if plan.gathers_dy else self._rounded
             codes = rounded(plan.dgrad.a, by_token) if shared or plan.gathers_dy else None
-            dx = self._dgrad(by_token, codes, weight, w, row, dtype) if needs[0] else None
+            dx = self._dgrad(by_token, codes or ready, weight, w, row, dtype) if needs[0] else None
             dw = self._wgrad(by_channel, codes, x, dtype, product) if needs[1] else None
         if dx is not None and self.split is not None and plan.gathers_rows:
             dx = self.split.group.reduce_scatter(dx)
         return dx, None if dw is None else self._estimated(by_channel, dw, weight, x, w, means, dtype, into)
-
-    def _means(self, x: SavedOperand, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[SavedOperand, Means]:
-        """Return X for wgrad, and the means that are added to the products."""
-        rest, mean = without_mean(dy)
-        if not self.plan.adds_means:
-            return x, Means(rest, mean)
-        if self.plan.saves_mean:
-            return x, Means(rest, mean, saved[-1])
-        x_rest, x_mean = without_mean(x.tensors[0])
-        return replace(x, tensors=(x_rest,)) if self.plan.wgrad.b.mean_split else x, Means(rest, mean, x_mean)
 
     # --- forward ---
 
@@ -152,7 +144,7 @@ class LinearGemms:
         elif spec.op is Op.QUANTIZE_BOTH:
             codes, codes_t = self._both(spec, form.quantizer, rest, amax)
         elif spec.quantizer is not None:
-            codes = self._rounded(spec, rest)
+            codes = self._rounded(spec, rest, amax=amax)
         if form.quantizer is None:
             return codes, residual, SavedOperand(form, (x,))
         if codes_t is None and later.source is Source.FORWARD:
@@ -299,11 +291,18 @@ class LinearGemms:
     def _operand(self, spec: OperandPlan, x: Tensor) -> Tensor | Quantized:
         return x if spec.quantizer is None else self._rounded(spec, x)
 
-    def _rounded(self, spec: OperandPlan, x: Tensor, whole_amax: Tensor | None = None) -> Quantized:
-        """Rotate and quantise x [m, k], in one op if possible. whole_amax: `Shared.amax`."""
+    def _rounded(
+        self, spec: OperandPlan, x: Tensor, whole_amax: Tensor | None = None, amax: Tensor | None = None
+    ) -> Quantized:
+        """Rotate and quantise x [m, k], in one op if possible. whole_amax: `Shared.amax`. amax: a tensor whose largest
+        element is max |x|, if available; used if x needs nothing else.
+        """
         assert spec.quantizer is not None
         noise, shared = self._noise(spec), self._shared(spec, whole_amax)
-        signs, block = (None, 0) if spec.rotation is None else (self._drawn.signs(spec.gemm), spec.rotation.block)
+        if spec.needs_only_amax and spec.operand is Operand.A:
+            amax = amax_of_rows(x) if amax is None and self.plan.compiles(spec) else amax
+            shared = None if amax is None else Shared(dim=0, amax=amax.amax().reshape(1, 1))
+        signs, block = self._signs(spec)
         if spec.op is Op.ROUND:
             return rotated.values(spec.quantizer, x, signs, block, *noise, shared)
         if block and rotated.rotates(spec.quantizer, spec.cut) and self.observer is None:
@@ -334,7 +333,7 @@ class LinearGemms:
         """Quantise x, and its transpose by `second`, in one op; each is first multiplied by its factor."""
         assert spec.quantizer is not None and second is not None
         factors = {"across": across, "down": None if down is None else down.t()}
-        produced, shared = spec.operand is Operand.A, self._shared(spec, whole_amax)
+        produced, shared = spec.operand is Operand.A and self.plan.compiles(spec), self._shared(spec, whole_amax)
         amax = None if spec.mean_split else amax  # `amax` is that of x before its mean was subtracted
         return both(x, spec.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 
@@ -342,19 +341,28 @@ class LinearGemms:
         self, spec: OperandPlan, x: Tensor, scale: Tensor | None = None, after: Tensor | None = None
     ) -> Quantized:
         """Rotate, quantise and fold an operand. x: the untransposed matrix, or its codes if `scale` is given."""
-        quantizer, rotation = spec.quantizer, spec.rotation
+        quantizer = spec.quantizer
         assert quantizer is not None
-        signs, block = (None, 0) if rotation is None else (self._drawn.signs(spec.gemm), rotation.block)
         if quantizer.scale is ScaleRule.LADDER:
             kernel = quantizer.kernel("rotate_fold_ladder", x.device)
-            ladder = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
-            corrected = quantizer.correction is Correction.ROW
-            gain = 1.0 if rotation is None else rotation.gain(spec.operand)
-            return Quantized(*kernel(x, scale, spec.transposed, signs, block, gain, *ladder, corrected, after))
+            return Quantized(*kernel(x, scale, spec.transposed, *self.ladder(spec), after))
+        signs, block = self._signs(spec)
         within, kernel = quantizer.exponent_span, quantizer.kernel("rotate_fold", x.device)
         rule = (quantizer.scale.value, quantizer.range_share, within, carrier_of(within), quantizer.rounding.name)
         codes, row = kernel(x, scale, spec.transposed, signs, block, *rule, *self._noise(spec), after)
         return Quantized(codes, row, exponent_span=within)
+
+    def ladder(self, spec: OperandPlan) -> tuple[Any, ...]:
+        """Return the arguments of `rotate_fold_ladder` for an operand, from `signs` to `corrected`."""
+        quantizer = spec.quantizer
+        assert quantizer is not None
+        gain = 1.0 if spec.rotation is None else spec.rotation.gain(spec.operand)
+        how = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
+        return *self._signs(spec), gain, *how, quantizer.correction is Correction.ROW
+
+    def _signs(self, spec: OperandPlan) -> tuple[Tensor | None, int]:
+        """Return the seed of the rotation's signs and the block size; (None, 0) without a rotation."""
+        return (None, 0) if spec.rotation is None else (self._drawn.signs(spec.gemm), spec.rotation.block)
 
     def _rotated(self, spec: OperandPlan, x: Tensor) -> Tensor:
         return x if spec.rotation is None else spec.rotation(x, self._drawn.signs(spec.gemm), spec.operand)
@@ -368,7 +376,7 @@ class LinearGemms:
         if spec.quantizer is None or not spec.quantizer.stochastic:
             return None, None
         draws = self._drawn
-        seed, tokens = draws.seed(spec.gemm, spec.operand), _token_origin(spec, draws)
+        seed, tokens = draws.seed(spec.gemm, spec.operand), spec.token_origin(draws)
         return seed, tokens if self.split is None else self.split.origin(spec.gemm, spec.operand, tokens, seed.device)
 
     def _shared(self, spec: OperandPlan, amax: Tensor | None = None) -> Shared | None:
@@ -386,15 +394,7 @@ class LinearGemms:
         return self.draws
 
 
-def _token_origin(spec: OperandPlan, draws: SiteDraws) -> Tensor | None:
-    """Return the global position of the first token: a row of X and dY, a column of dY^T and X^T; None for W."""
-    if spec.gemm is Gemms.WGRAD:
-        return draws.token_columns
-    return draws.token_rows if spec.operand is Operand.A else None
-
-
 def _without_scale(codes: Quantized, other: OperandPlan) -> tuple[Quantized, Factor]:
     """Return the codes and, if the scale [1, k] is multiplied into the other operand, this scale separately."""
-    if not other.scaled:
-        return codes, None
-    return Quantized(codes.codes, torch.ones_like(codes.scale[:, :1])), codes.scale
+    alone = Quantized(codes.codes, torch.ones_like(codes.scale[:, :1])) if other.scaled else codes
+    return alone, codes.scale if other.scaled else None

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from lowprec_train.numerics.draws import Gemms, Operand
-from lowprec_train.numerics.quantizer import Quantizer
+from torch import Tensor
+
+from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
+from lowprec_train.numerics.quantizer import OWN_OPS, Quantizer, ScaleRule
 from lowprec_train.precision.estimators import Estimator, StraightThrough
 from lowprec_train.precision.gemm import Codes
 from lowprec_train.precision.gemm_path import Path
@@ -24,6 +26,9 @@ NAMES = {
     Gemms.DGRAD: {Operand.A: "dY", Operand.B: "W^T"},
     Gemms.WGRAD: {Operand.A: "dY^T", Operand.B: "X^T"},
 }
+
+WITH_CODES_OF_DY = {"gated_silu": "gated_silu_backward_ladder"}
+"""Ops that read y, and the ops that compute dY together with its codes of FOLD3."""
 
 
 class Source(Enum):
@@ -59,8 +64,9 @@ class OperandPlan:
 
     quantizer: None if the operand is not quantised. scaled: the operand is first multiplied by the row scales of the
     other operand. mean_split: its mean over the tokens is subtracted first. folded: its block scales are multiplied
-    into its codes. amax_from: the op that produces the matrix and its amax, which saves a pass over it. cut: the
-    dimension that is sharded over tensor-parallel ranks; None if the operand is not sharded.
+    into its codes. amax_from: the op that produces the matrix and its amax, which saves a pass over it. codes_from: the
+    op that produces the matrix and this operand. cut: the dimension that is sharded over tensor-parallel ranks; None if
+    the operand is not sharded.
     """
 
     gemm: Gemms
@@ -74,6 +80,7 @@ class OperandPlan:
     mean_split: bool = False
     folded: bool = False
     amax_from: str = ""
+    codes_from: str = ""
     cut: int | None = None
 
     @property
@@ -98,6 +105,30 @@ class OperandPlan:
         """True for W^T, dY^T and X^T."""
         return self.gemm is Gemms.WGRAD or (self.gemm is Gemms.DGRAD and self.operand is Operand.B)
 
+    def token_origin(self, draws: SiteDraws) -> Tensor | None:
+        """Return the global position of the first token: a row of X and dY, a column of dY^T and X^T; None for W."""
+        if self.gemm is Gemms.WGRAD:
+            return draws.token_columns
+        return draws.token_rows if self.operand is Operand.A else None
+
+    @property
+    def needs_only_dy(self) -> bool:
+        """True if this is dY in codes of FOLD3, which the op that computes dY can also produce."""
+        ladder = self.op is Op.ROTATE_FOLD and self.quantizer is not None and self.quantizer.scale is ScaleRule.LADDER
+        return ladder and self.name == "dY" and self.cut is None and not self.mean_split
+
+    def op_with_codes(self, consumer: str) -> str:
+        """Return the op that computes dY together with this operand, if `consumer` reads y; "" if there is none."""
+        return WITH_CODES_OF_DY.get(consumer, "") if self.needs_only_dy else ""
+
+    @property
+    def needs_only_amax(self) -> bool:
+        """True if `quantize` is applied to the matrix itself, unsharded, under one scale from its amax."""
+        changed = self.rotation is not None or self.mean_split or self.scaled or self.cut is not None
+        q = self.quantizer
+        one_scale = q is not None and q.tile == (-1, -1) and q.scale not in OWN_OPS
+        return self.op is Op.QUANTIZE and one_scale and not changed
+
     def __str__(self) -> str:
         parts = [self.source.value]
         if self.op is Op.QUANTIZE_BOTH:
@@ -107,7 +138,7 @@ class OperandPlan:
             parts.append(self.op.value)
         parts += [] if self.rotation is None else [f"rotated {self.rotation.block}"]
         parts += ["folded"] if self.folded else []
-        parts += [f"amax from {self.amax_from}"] if self.amax_from else []
+        parts += [f"{what} from {op}" for what, op in (("amax", self.amax_from), ("codes", self.codes_from)) if op]
         parts += ["less its mean over the tokens"] if self.mean_split else []
         return ", ".join(parts + ["times the row scales of the other operand"] * self.scaled)
 
@@ -132,7 +163,7 @@ class GemmPlan:
 class LinearPlan:
     """The plan of one layer for one recipe, number of tokens and kind of device. shape: of the unsharded weight.
     recomputes_w: the backward pass rounds W again, where dgrad needs fprop's codes of it. keeps_x, keeps_w: what is
-    saved of X and of W is saved in a recomputed block, too (`Linear`).
+    saved of X and of W is saved in a recomputed block, too (`Linear`). compiled_x: as there.
     """
 
     shape: tuple[int, int]
@@ -145,6 +176,7 @@ class LinearPlan:
     recomputes_w: bool = False
     keeps_x: bool = False
     keeps_w: bool = False
+    compiled_x: bool = True
 
     @property
     def straight_through(self) -> bool:
@@ -181,6 +213,10 @@ class LinearPlan:
     def gathers_dy(self) -> bool:
         """True if the layer quantises this rank's rows of dY and all-gathers the codes."""
         return self.dgrad.a.source is Source.ALL_GATHERED
+
+    def compiles(self, operand: OperandPlan) -> bool:
+        """Return whether, in a compiled graph, the kernel that makes the operand's matrix is compiled too."""
+        return self.compiled_x or operand.name != "X"
 
     def gemms(self) -> dict[str, GemmPlan]:
         """Return the three GEMMs by name."""

@@ -14,12 +14,14 @@ does not change the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowprec_train.precision.gemm import accumulate
+from lowprec_train.precision.linear_plan import LinearPlan
+from lowprec_train.precision.saved import SavedOperand
 
 TERMS = 3  # BF16 numbers that add up to an FP32 one
 BF16_BITS = -0x10000  # sign, exponent and the seven bits of the mantissa that BF16 has
@@ -38,6 +40,17 @@ def without_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [tokens, channels] -> (x minus its mean FP32 [tokens, channels], the mean FP32 [channels])."""
     mean = (x.sum(dim=0, dtype=torch.float64) / x.shape[0]).float()
     return x.float() - mean, mean
+
+
+def split_means(plan: LinearPlan, x: SavedOperand, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[SavedOperand, Means]:
+    """Return X for wgrad, and the means that are added to the products. saved: what the forward pass saved."""
+    rest, mean = without_mean(dy)
+    if not plan.adds_means:
+        return x, Means(rest, mean)
+    if plan.saves_mean:
+        return x, Means(rest, mean, saved[-1])
+    x_rest, x_mean = without_mean(x.tensors[0])
+    return replace(x, tensors=(x_rest,)) if plan.wgrad.b.mean_split else x, Means(rest, mean, x_mean)
 
 
 def mean_product(mean: Tensor, weight: Tensor) -> Tensor:

@@ -87,10 +87,12 @@ class _Compiler:
         x, dy, dy_t, x_t = self.without_means(x, dy, dy_t, x_t)
         dim = None if self.split is None else self.split.dim
         changed = dy.scaled or dy_t.scaled or self.recipe.mean_split
-        if dim != 0 and x.op is Op.QUANTIZE_BOTH and _whole(x.quantizer, saved_x.quantizer) and not x.mean_split:
+        pair_of_x = x.op is Op.QUANTIZE_BOTH and _whole(x.quantizer, saved_x.quantizer) and not x.mean_split
+        if dim != 0 and (pair_of_x or x.needs_only_amax):
             x = replace(x, amax_from=self.producer)
         if dim != 1 and dy.op is Op.QUANTIZE_BOTH and _whole(dy.quantizer, dy_t.quantizer) and not changed:
             dy = replace(dy, amax_from=self.consumer)
+        dy = replace(dy, codes_from=dy.op_with_codes(self.consumer))
         return LinearPlan(
             shape=self.whole_shape,
             fprop=self.gemm(self.recipe.fprop, x, w),
@@ -151,14 +153,10 @@ class _Compiler:
         quantizer, fprop = operand.quantizer, operand.gemm is Gemms.FPROP
         saved = fprop and (operand.operand is Operand.B or self.recipe.saves_codes)
         single_use = operand.source is Source.FRESH and operand.op is Op.QUANTIZE and self.fused and not saved
-        if (
-            path is not Path.DEQUANTIZE
-            or not single_use
-            or quantizer is None
-            or not makes_values(quantizer, operand.cut)
-        ):
+        decoded = path is Path.DEQUANTIZE and single_use
+        if not decoded or quantizer is None or not makes_values(quantizer, operand.cut):
             return operand
-        return replace(operand, op=Op.ROUND)
+        return replace(operand, op=Op.ROUND, amax_from="")
 
     def codes(self, operand: OperandPlan, rows: int, columns: int) -> Codes:
         """Return the properties of an operand that decide the path."""

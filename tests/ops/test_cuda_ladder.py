@@ -91,6 +91,22 @@ def test_rotations_in_half_precision(kind, block):
             assert_same(got, ladder.hadamard_half(scaled, SIGNS, block, 0.25))
 
 
+@pytest.mark.parametrize("m, f", [(9, 48), (64, 192), (33, 1088), (257, 2056), (16, 11008), (9, 14336), (9, 14400)])
+def test_the_gradient_of_swiglu_and_its_codes_are_those_of_two_ops(m, f):
+    """Rows of up to 28672 columns are in one kernel, wider ones, FP32 and other rotations in several."""
+    for kind in KINDS:
+        for dtype in (torch.bfloat16, torch.float32):
+            dy, gate_up = (matrix(kind, m, width, dtype).to(CUDA) for width in (f, 2 * f))
+            for rotation in (each for each in (0, 32, 128) if not each or 2 * f % each == 0):
+                how = (SIGNS.to(CUDA) if rotation else None, rotation, 0.125 if rotation else 1.0, (1, 16), "mse", 11)
+                for corrected in (True, False):
+                    dx, _ = torch.ops.lowprec.gated_silu_backward(dy, gate_up)
+                    want = (dx, *torch.ops.lowprec.rotate_fold_ladder(dx, None, False, *how, corrected))
+                    got = torch.ops.lowprec.gated_silu_backward_ladder(dy, gate_up, *how, corrected)
+                    for a, b in zip(got, want, strict=True):
+                        assert_same(a, b.cpu())
+
+
 @ways
 def test_rows_and_groups_of_any_size(transposed):
     """From rows of 2^-126 to rows of 2^120, groups of 128 that differ by 30 binades, rows of zeros."""

@@ -6,14 +6,19 @@ of all other recipes and everything made from them agree bit for bit.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowprec_train.model.layers import SwiGLU
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16, INT8, STOCHASTIC
 from lowprec_train.numerics.pairs import both, pairs
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 from tests.precision.layers import DATA, U, linear, make
 from tests.recipes import RECIPES
@@ -47,6 +52,49 @@ def test_fused_passes_are_the_single_ones(name, data, dtype):
         bound = (k + 8) * U * 64 + (2.0**-8 if one.dtype == torch.bfloat16 else 0)
         scale = other.abs().amax(dim=1, keepdim=True).clamp_min(1e-30)
         assert ((one.float() - other.float()).abs() <= bound * scale).all()
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops of this project."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count[op.name().removeprefix("lowprec::")] += 1
+        return op(*args, **kwargs or {})
+
+
+def swiglu(recipe: LinearRecipe, bias: bool = False) -> tuple[list[Tensor], Counter[str]]:
+    """Output and gradients of SwiGLU, and the ops of its backward pass."""
+    generator = torch.Generator().manual_seed(3)
+    layer = SwiGLU(128, 256, bias)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 8
+    layer.gate_up.recipe = layer.down.recipe = recipe
+    x = torch.randn(2, 64, 128, generator=generator).bfloat16().requires_grad_()
+    y = layer(x)
+    with Ops() as seen:
+        y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+    return [y.detach(), x.grad, *(each.grad for each in layer.parameters())], seen.count
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_of_swiglu_with_its_codes_is_the_gradient_and_then_its_codes(name, monkeypatch):
+    recipe = RECIPES[name]
+    got, ops = swiglu(recipe)
+    monkeypatch.setattr(Linear, "with_grad_codes", Linear.with_grad_amax)
+    want, alone = swiglu(recipe)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    folds = name in ("fp4_fold", "fp8_eden4")
+    assert ops["gated_silu_backward_ladder"] == folds and not alone["gated_silu_backward_ladder"]
+    assert alone["rotate_fold_ladder"] - ops["rotate_fold_ladder"] == folds
+
+
+def test_swiglu_with_biases_quantises_its_gradient_in_the_linear():
+    """dY of the GEMM is then not what the activation computes alone: the bias needs it, too."""
+    assert not swiglu(RECIPES["fp8_eden4"], bias=True)[1]["gated_silu_backward_ladder"]
 
 
 @pytest.mark.parametrize("format", [E2M1, E4M3, E5M2, INT8], ids=str)

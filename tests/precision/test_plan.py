@@ -88,12 +88,25 @@ def test_an_amax_that_was_left_is_used_for_one_scale_of_what_is_not_changed_firs
     ops_around = {"producer": "gated_silu", "consumer": "quantized_gated_silu"}
     for name, recipe in RECIPES.items():
         found = plan(recipe, **ops_around)
-        one_scale = name == "fp8"
-        assert found.fprop.a.amax_from == ("gated_silu" if one_scale or name == "w4a8" else "")
-        assert found.dgrad.a.amax_from == ("quantized_gated_silu" if one_scale or name == "fp4_mixed" else "")
+        of_x = name in ("fp8", "w4a8", "mxfp4_fp8", "fp8_eden4", "reduced_mantissa")
+        assert found.fprop.a.amax_from == ("gated_silu" if of_x else "")
+        assert found.dgrad.a.amax_from == ("quantized_gated_silu" if name in ("fp8", "fp4_mixed") else "")
+        assert not found.dgrad.a.codes_from
     column, row = (plan(RECIPES["fp8"], dim, **ops_around) for dim in (0, 1))
     assert not column.fprop.a.amax_from and column.dgrad.a.amax_from  # X is this rank's rows
     assert row.fprop.a.amax_from and not row.dgrad.a.amax_from
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_of_swiglu_comes_with_codes_of_fold3(name):
+    """Rows of a part of dY's columns (dim 0) have their scales from all ranks."""
+    op = "gated_silu_backward_ladder" if name in ("fp4_fold", "fp8_eden4") else ""
+    found = plan(RECIPES[name], consumer="gated_silu")
+    assert found.dgrad.a.codes_from == op and ("codes from gated_silu" in str(found.dgrad.a)) == bool(op)
+    for other in (plan(RECIPES[name], 0, consumer="gated_silu"), plan(RECIPES[name], consumer="quantized_gated_silu")):
+        assert not other.dgrad.a.codes_from
+    averaged = plan(replace(RECIPES[name], mean_split=True), consumer="gated_silu") if op else found
+    assert not averaged.dgrad.a.mean_split or not averaged.dgrad.a.codes_from
 
 
 @pytest.mark.parametrize("name", RECIPES)

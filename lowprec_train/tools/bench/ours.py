@@ -173,7 +173,9 @@ def with_torch_linears(work: Work) -> Built:
 
 
 class TorchLinear(nn.Linear):
-    """torch.nn.Linear with the interface of `Linear`: it ignores amax and draws, and returns no grad_amax."""
+    """torch.nn.Linear with the interface of `Linear`: it ignores amax and draws, and asks nothing of the op that
+    computes dY.
+    """
 
     def forward(self, x: Tensor, amax: Tensor | None = None, draws: Draws | None = None) -> Tensor:
         return super().forward(x)
@@ -181,6 +183,8 @@ class TorchLinear(nn.Linear):
     def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, None]:
         """As `Linear.with_grad_amax`."""
         return self(x), None
+
+    with_grad_codes = with_grad_amax
 
 
 def _torch_linear(linear: Linear) -> TorchLinear:

@@ -87,6 +87,15 @@ def producers() -> Iterator[Case]:
         shapes=ffn,
     )
 
+    ladder = (None, 128, 0.125, (1, 16), "mse", 11, True)
+    yield Case(
+        name="with rotated FOLD3 codes",
+        op="gated_silu_backward_ladder",
+        inputs=_half_and_whole,
+        call=lambda dy, x: ops.gated_silu_backward_ladder(dy, x, *ladder),
+        shapes=ffn,
+    )
+
     def norm(x: Tensor, weight: Tensor) -> Any:
         return ops.quantized_norm(x, weight, None, EPS, False, *KEPT)
 
