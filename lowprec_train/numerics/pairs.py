@@ -6,14 +6,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.formats import NEAREST
+from lowprec_train.numerics.one_scale import amax_of_rows
 from lowprec_train.numerics.quantizer import OWN_OPS, Quantized, Quantizer, Shared
-
-
-def amax_of_rows(x: Tensor) -> Tensor | None:
-    """Return the amax of each row of x [m, k], FP32 [m], where a compiled graph on a GPU can compute it in the kernel
-    that makes x; elsewhere None, because it would be a pass of its own.
-    """
-    return x.abs().amax(dim=1).float() if x.is_cuda and torch.compiler.is_compiling() else None
 
 
 def pairs(first: Quantizer, second: Quantizer) -> bool:

@@ -259,7 +259,7 @@ class Quantizer:
             how = (self.tile, self.range_share, self.rounding.name)
             codes, scale, block, tensor = self.kernel("quantize_nvfp4", x.device)(x, *how, seed, origin)
             return self.wrap(codes, scale, {"block": block, "tensor": tensor})
-        codes, scale = self.kernel("quantize", x.device)(x, *self._how, seed, origin)
+        codes, scale = self.kernel("quantize", x.device)(x, *self.arguments, seed, origin)
         return self.wrap(codes, scale)
 
     def of_rotated(
@@ -306,7 +306,7 @@ class Quantizer:
         return self.scale is ScaleRule.NVFP4 and (self.outer != WHOLE or self.candidates is not Candidates.NONE)
 
     @property
-    def _how(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         """Arguments of the ops of all scale rules except NVFP4 and LADDER."""
         name, tile, rule = self.format.name, self.tile, self.scale.value
         return name, tile, rule, self.range_share, self.exponent_span, self.rounding.name
@@ -329,7 +329,7 @@ class Quantizer:
         if self.scale is ScaleRule.NVFP4:
             return self._under(x, amax, self._outer_amax(top), seed, origin)
         tops = None if spans else top
-        codes, scale = self.kernel("quantize_by", x.device)(x, amax, tops, *self._how, seed, origin)
+        codes, scale = self.kernel("quantize_by", x.device)(x, amax, tops, *self.arguments, seed, origin)
         return self.wrap(codes, scale)
 
     def _under(self, x: Tensor, amax: Tensor, top: Tensor, seed: Tensor | None, origin: Tensor | None) -> Quantized:

@@ -1,8 +1,8 @@
 """NVFP4 after a random Hadamard transform in one op, as codes or as values.
 
-of_rotated   codes and scales, as `Quantizer` makes them from a matrix that was rotated before values       codes times
-block scales in BF16, which represents them exactly, with the outer scale apart: for BF16 GEMMs,
-             without codes, block scales and a pass that decodes them
+of_rotated   codes and scales, as `Quantizer` makes them from a matrix that was rotated before
+values       codes times block scales in BF16, which represents them exactly, with the outer scale apart: for BF16
+             GEMMs, without codes, block scales and a pass that decodes them
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from torch import Tensor
 from lowprec_train.group import rounded
 from lowprec_train.numerics import rotated
 from lowprec_train.numerics.corrections import Correction
-from lowprec_train.numerics.draws import Operand, SiteDraws
-from lowprec_train.numerics.pairs import amax_of_rows, both
+from lowprec_train.numerics.draws import SiteDraws
+from lowprec_train.numerics.one_scale import amax_of_rows, under_amax
+from lowprec_train.numerics.pairs import both
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import accumulate, carrier_of, cast, multiply
 from lowprec_train.precision.gemm_path import Path
@@ -294,21 +295,20 @@ class LinearGemms:
     def _rounded(
         self, spec: OperandPlan, x: Tensor, whole_amax: Tensor | None = None, amax: Tensor | None = None
     ) -> Quantized:
-        """Rotate and quantise x [m, k], in one op if possible. whole_amax: `Shared.amax`. amax: a tensor whose largest
-        element is max |x|, if available; used if x needs nothing else.
-        """
+        """Rotate and quantise x [m, k], in one op if possible. whole_amax: `Shared.amax`. amax: as for `forward`."""
         assert spec.quantizer is not None
         noise, shared = self._noise(spec), self._shared(spec, whole_amax)
-        if spec.needs_only_amax and spec.operand is Operand.A:
-            amax = amax_of_rows(x) if amax is None and self.plan.compiles(spec) else amax
-            shared = None if amax is None else Shared(dim=0, amax=amax.amax().reshape(1, 1))
         signs, block = self._signs(spec)
+        if not spec.needs_only_amax:
+            amax = None
+        elif amax is None and self.plan.compiles(spec):
+            amax = amax_of_rows(x)
         if spec.op is Op.ROUND:
             return rotated.values(spec.quantizer, x, signs, block, *noise, shared)
         if block and rotated.rotates(spec.quantizer, spec.cut) and self.observer is None:
             return rotated.of_rotated(spec.quantizer, x, signs, block, *noise, shared)
         x = self._rotated(spec, x)
-        codes = spec.quantizer(x, *noise, shared)
+        codes = spec.quantizer(x, *noise, shared) if amax is None else under_amax(spec.quantizer, x, amax, *noise)
         self._observe(spec, x, codes)
         return codes
 
@@ -333,7 +333,7 @@ class LinearGemms:
         """Quantise x, and its transpose by `second`, in one op; each is first multiplied by its factor."""
         assert spec.quantizer is not None and second is not None
         factors = {"across": across, "down": None if down is None else down.t()}
-        produced, shared = spec.operand is Operand.A and self.plan.compiles(spec), self._shared(spec, whole_amax)
+        produced, shared = self.plan.compiles(spec), self._shared(spec, whole_amax)
         amax = None if spec.mean_split else amax  # `amax` is that of x before its mean was subtracted
         return both(x, spec.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 

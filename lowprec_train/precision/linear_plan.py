@@ -215,8 +215,8 @@ class LinearPlan:
         return self.dgrad.a.source is Source.ALL_GATHERED
 
     def compiles(self, operand: OperandPlan) -> bool:
-        """Return whether, in a compiled graph, the kernel that makes the operand's matrix is compiled too."""
-        return self.compiled_x or operand.name != "X"
+        """Return whether, in a compiled graph, the kernel that makes the operand's matrix may be compiled too."""
+        return operand.operand is Operand.A and (self.compiled_x or operand.name != "X")
 
     def gemms(self) -> dict[str, GemmPlan]:
         """Return the three GEMMs by name."""
