@@ -46,13 +46,6 @@ struct Rounded {
   }
 };
 
-template <typename In>
-__device__ __forceinline__ void write_one(In* data, float v) {
-  if constexpr (std::is_same_v<In, Bf16>) data->bits = bf16_bits(v);
-  else if constexpr (std::is_same_v<In, Fp16>) data->bits = __half_as_ushort(__float2half_rn(v));
-  else data->bits = v;
-}
-
 // A block per row. Vectors of eight outputs if width and addresses allow it, else single elements.
 template <typename In, bool whole>
 __global__ void __launch_bounds__(THREADS) gated_rows(const In* __restrict__ gate_up, In* __restrict__ y,

@@ -1,102 +1,86 @@
 // rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 with the best of four rungs in blocks of 16,
-// carriers, a factor per row. This file has rows of x, also of the gradient of SwiGLU, and the ops;
+// carriers, a factor per row. This file has rows of x and of gradients (ladder_inputs.h), and the ops;
 // ladder_transposed.cu has rows of the transpose.
 //
-// As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
-// the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
+// As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Sums of row
+// scales are integers, exact in any order. Other kernels leave them in memory, and a last one computes scales.
 //
 // Bound by instructions: of about 38 per element, 12 try four rungs, 5 round and encode, 5 rotate, 4 unpack and scale;
 // the others are those of a block, copies, and sums. In half precision an instruction has two elements.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
-#include "cuda/rotate_rows.h"
-#include "numerics/activations.h"
+#include "cuda/ladder_inputs.h"
+#include "cuda/rotary.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int ROW = 32;        // elements per thread
 constexpr int ROW_WARPS = 28;  // for rows of 28672
-constexpr int STATIC_SHARED = 2048;
+constexpr int STATIC_SHARED = 3072;
 
-// Rows of x in memory. chunks: 16-byte chunks of a row in shared memory per thread.
-template <typename In>
-struct StoredRows {
-  static constexpr int chunks = CHUNKS<In, ROW>;
-  const In* x;
-
-  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to) const {
-    lowprec::fetch<In, ROW>(x + row * columns, columns, to);
-  }
-  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int, uint4* stage, const LadderInput& how) const {
-    take_pairs<In, ROW>(pairs, stage, sizeof(In) == 1 ? how.scale[row * how.scale_step] : 1.0f);
-  }
+// The two sums of a row in parts, one per warp.
+struct RowParts {
+  int64_t own[ROW_WARPS], made[ROW_WARPS];
 };
 
-// Rows of the gradient of SwiGLU (gated.cu), computed here and written to dx. A pair of elements is one gate and one up.
-struct GatedRows {
-  static constexpr int own = CHUNKS<Bf16, ROW>, chunks = own + CHUNKS<Bf16, ROW / 2>;
-  const Bf16 *dy, *gate_up;
-  Bf16* dx;
-
-  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to) const {
-    lowprec::fetch<Bf16, ROW>(gate_up + row * columns, columns, to);
-    lowprec::fetch<Bf16, ROW / 2>(dy + row * (columns / 2), columns / 2, to + 32 * own);
-  }
-  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int columns, uint4* stage,
-                                       const LadderInput&) const {
-    uint32_t upstream[ROW / 4];
-    take_pairs<Bf16, ROW>(pairs, stage, 1.0f);
-    take_pairs<Bf16, ROW / 2>(upstream, stage + 32 * own, 1.0f);
+__device__ __forceinline__ int64_t sum_of_lanes(int64_t x) {
 #pragma unroll
-    for (int i = 0; i < ROW / 2; ++i) {
-      const float of = bits_float(i % 2 ? upstream[i / 2] & 0xffff0000u : upstream[i / 2] << 16);
-      const GatedGradients g = gated_silu_gradients(of, bits_float(pairs[i] << 16), bits_float(pairs[i] & 0xffff0000u));
-      pairs[i] = bits_of_pair(__float22bfloat162_rn(make_float2(g.gate, g.up)));
-    }
-    const int first = (threadIdx.x >> 5) * 32 * ROW;
-    Bf16* out = dx + row * columns + first;
-    write_codes(pairs, stage, [&](int piece, const uint4& of) {  // a barrier follows before the stage is used again
-      if (first + piece * 8 < columns) *reinterpret_cast<uint4*>(out + piece * 8) = of;
-    });
-  }
-};
+  for (int lanes = 16; lanes > 0; lanes >>= 1) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+// Scale of a row from its parts. Called by one warp.
+__device__ __forceinline__ float scale_of_row(const RowParts& parts, int warps, uint32_t most, int span) {
+  const int lane = threadIdx.x & 31;
+  const int64_t own = sum_of_lanes(lane < warps ? parts.own[lane] : 0);
+  const int64_t made = sum_of_lanes(lane < warps ? parts.made[lane] : 0);
+  return ladder_scale(ladder_row(most, span)) * row_factor(static_cast<double>(own), static_cast<double>(made));
+}
 
 template <typename Rows, int rotation, bool corrected>
 __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
-    ladder_rows(Rows from, uint8_t* __restrict__ codes, RowLeft left, int64_t rows, int columns, LadderInput how, int span) {
-  extern __shared__ uint4 stages[];
+    ladder_rows(Rows from, uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t rows, int columns,
+                LadderInput how, int span) {
+  extern __shared__ uint4 shared[];
   __shared__ alignas(16) uint32_t drawn[HALF_SIGN_WORDS];
   __shared__ uint32_t of_warps[2][ROW_WARPS];
+  __shared__ RowParts parts[2];
   __shared__ LadderTables tables;
   constexpr int part = 32 * Rows::chunks, blocks = ROW / LADDER_BLOCK;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
+  uint4 *stages = shared + from.table(columns), *mine[2] = {stages + warp * part, stages + (warps + warp) * part};
   make_half_signs(drawn, rotation, how.signs);
   make_ladder_tables(tables);
+  from.prepare(shared, columns);
   __syncthreads();
   const uint32_t* signs = signs_of_lane<ROW>(drawn, rotation);
   int turn = 0;
+  uint32_t before = 0;  // the amax of the previous row
   int64_t row = blockIdx.x;
-  if (row < rows) from.fetch(row, columns, mine[0]);
+  if (row < rows) from.fetch(row, columns, mine[0], shared);
   commit_copies();
   for (; row < rows; row += gridDim.x, turn ^= 1) {
     wait_copies();
     __syncwarp();
     uint4* stage = turn ? mine[1] : mine[0];
-    if (row + gridDim.x < rows) from.fetch(row + gridDim.x, columns, turn ? mine[0] : mine[1]);
+    if (row + gridDim.x < rows) from.fetch(row + gridDim.x, columns, turn ? mine[0] : mine[1], shared);
     commit_copies();
     uint32_t pairs[ROW / 2];
-    from.take(pairs, row, columns, stage, how);
+    from.take(pairs, row, columns, stage, shared, how);
     const auto values = values_of<rotation, ROW>(pairs, signs, how.gain);
     uint32_t amax[blocks], most = 0;
 #pragma unroll
     for (int b = 0; b < blocks; ++b) most = larger(most, amax[b] = values.amax(b));
     most = warp_largest(most);
     if (lane == 0) of_warps[turn][warp] = most;
-    __syncthreads();  // one per row: these slots are written again only after the barrier of the next row
+    __syncthreads();  // one per row: slots of a turn are written again only after the barrier of the next row
     most = warp_largest(of_warps[turn][lane < warps ? lane : 0]);
-    if (threadIdx.x == 0) left.keys[row] = most;
+    if (corrected && warp == 0 && row != blockIdx.x) {
+      const float made = scale_of_row(parts[turn ^ 1], warps, before, span);
+      if (lane == 0) scale[row - gridDim.x] = made;
+    }
+    if (!corrected && threadIdx.x == 0) scale[row] = ladder_scale(ladder_row(most, span));
+    before = most;
     RowSums sums;
     uint8_t* out = codes + row * columns + warp * 32 * ROW;
     emit_blocks<corrected, ROW>(values, amax, ladder_row(most, span), tables, sums,
@@ -109,25 +93,31 @@ __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
     });
     if constexpr (corrected) {
       const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
-      if (lane == 0) left.add(row, own, made);
+      if (lane == 0) parts[turn].own[warp] = own, parts[turn].made[warp] = made;
     }
+  }
+  if constexpr (corrected) {
+    __syncthreads();
+    if (warp > 0 || row == blockIdx.x) return;
+    const float made = scale_of_row(parts[turn ^ 1], warps, before, span);
+    if (lane == 0) scale[row - gridDim.x] = made;
   }
 }
 
-// Bytes of shared memory for rows of `columns`: this row and the next.
+// Bytes of shared memory: this row and the next, and the table.
 template <typename Rows>
-int64_t stages_of(int64_t columns) {
-  return 2 * ceil_div(columns, 32 * ROW) * 32 * Rows::chunks * 16;
+int64_t shared_of(const Rows& from, int64_t columns) {
+  return 16 * (2 * ceil_div(columns, 32 * ROW) * 32 * Rows::chunks + from.table(static_cast<int>(columns)));
 }
 
 template <int rotation, bool corrected, typename Rows>
 void launch_rows(const LadderCall& call, Rows from) {
   const auto kernel = ladder_rows<Rows, rotation, corrected>;
   const int threads = 32 * static_cast<int>(ceil_div(call.columns, 32 * ROW));
-  const size_t shared = stages_of<Rows>(call.columns);
+  const size_t shared = shared_of(from, call.columns);
   const int64_t blocks = resident_blocks(kernel, threads, shared, call.rows, call.device);
-  kernel<<<blocks, threads, shared, call.stream>>>(from, call.codes, call.left, call.rows, static_cast<int>(call.columns),
-                                                   call.how, call.span);
+  kernel<<<blocks, threads, shared, call.stream>>>(from, call.codes, call.scale, call.rows,
+                                                   static_cast<int>(call.columns), call.how, call.span);
 }
 
 template <typename Rows>
@@ -213,22 +203,23 @@ struct LadderOp {
   bool corrected;
 };
 
-// Results of an op for codes [rows, columns], and the call without its input. `zeros` also has `flags` bytes for
-// `column_amax`.
+// Results of an op for codes [rows, columns], and the call without its input. Kernels that do not write scales need
+// `clear` before them and `finish` after; `zeros` also has `flags` bytes for `column_amax`.
 struct LadderResults {
-  Tensor codes, scale, keys, zeros;
+  Tensor codes, scale;
+  std::optional<Tensor> keys, zeros;
   LadderCall call{};
 
   LadderResults(const Tensor& x, int64_t rows, int64_t columns, const LadderOp& op)
       : codes(empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn)),
-        scale(empty_like_device(x, {rows, 1}, ScalarType::Float)), keys(empty_like_device(x, {rows}, ScalarType::Int)) {
+        scale(empty_like_device(x, {rows, 1}, ScalarType::Float)) {
     STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");
     STD_TORCH_CHECK(ladder_width(rows, columns, op.tile) == LADDER_BLOCK, "this kernel has blocks of ", LADDER_BLOCK);
     const int64_t rotation = op.rotation;
     STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),
                     "blocks of ", rotation, " do not fit a row of ", columns);
     STD_TORCH_CHECK(op.span > 0 && op.span <= 11, "codes fold within 11 binades, not ", op.span);
-    call.codes = mutable_data_of<uint8_t>(codes);
+    call.codes = mutable_data_of<uint8_t>(codes), call.scale = mutable_data_of<float>(scale);
     call.rotation = static_cast<int>(rotation), call.span = static_cast<int>(op.span), call.corrected = op.corrected;
     call.how.signs = seed_of(op.signs), call.how.gain = binades_of(op.gain);
     call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
@@ -237,15 +228,15 @@ struct LadderResults {
 
   void clear(int64_t flags) {
     const int64_t rows = codes.size(0), sums = call.corrected ? 2 * rows : 0;
+    keys = empty_like_device(codes, {rows}, ScalarType::Int);
     zeros = torch::stable::new_zeros(codes, {sums + ceil_div(flags, 8) + 1}, ScalarType::Long);
-    call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(zeros)};
+    call.left = {mutable_data_of<uint32_t>(*keys), mutable_data_of<unsigned long long>(*zeros)};
     call.column_amax = reinterpret_cast<uint16_t*>(call.left.sums + sums);
   }
 
   void finish() {
     const int64_t rows = codes.size(0);
-    row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.span, call.corrected,
-                                                             mutable_data_of<float>(scale));
+    row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.span, call.corrected, call.scale);
   }
 };
 
@@ -259,9 +250,9 @@ std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tenso
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
   const bool read = type == ScalarType::BFloat16 || scale.has_value();
-  const int64_t stages = scale.has_value() ? stages_of<StoredRows<Code8>>(columns) : stages_of<StoredRows<Bf16>>(columns);
-  const bool fused = read && (transposed ? fits(call, TRANSPOSED_SHARED, rows % 8 == 0, op.by) : rows_fit(call, stages, op.by));
-  made.clear(fused && transposed ? 2 * column_amax_size(call.rows, call.columns) : 0);
+  const int64_t shared = scale.has_value() ? shared_of(StoredRows<Code8>{}, columns) : shared_of(StoredRows<Bf16>{}, columns);
+  const bool fused = read && (transposed ? fits(call, TRANSPOSED_SHARED, rows % 8 == 0, op.by) : rows_fit(call, shared, op.by));
+  if (transposed || !fused) made.clear(fused ? 2 * column_amax_size(call.rows, call.columns) : 0);
   if (!fused) {
     launch_plain(call, x, op.signs, op.gain, transposed, op.by);
   } else {
@@ -269,21 +260,22 @@ std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tenso
       using In = typename decltype(tag)::Type;
       if constexpr (std::is_same_v<In, Bf16> || std::is_same_v<In, Code8>) {
         if (transposed) launch_ladder_transposed<In>(call);
-        else launch_rows(call, StoredRows<In>{static_cast<const In*>(call.x)});
+        else launch_rows(call, StoredRows<In>{{}, static_cast<const In*>(call.x)});
       }
     });
   }
-  made.finish();
+  if (transposed || !fused) made.finish();
   check_launch("rotate_fold_ladder");
   return {made.codes, made.scale};
 }
+
+Candidates candidates_of(const std::string& name) { return parse<Candidates>("choice of a scale", CANDIDATE_NAMES, name); }
 
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Tensor> scale, bool transposed,
                                               std::optional<Tensor> signs, int64_t rotation, double gain,
                                               std::vector<int64_t> tile, std::string candidates, int64_t span,
                                               bool corrected, std::optional<Tensor>) {
-  const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
-  return folded(x, scale, transposed, {signs, rotation, gain, tile, by, span, corrected});
+  return folded(x, scale, transposed, {signs, rotation, gain, tile, candidates_of(candidates), span, corrected});
 }
 
 // The gradient of SwiGLU and its codes, in one kernel where it fits.
@@ -291,24 +283,52 @@ std::tuple<Tensor, Tensor, Tensor> gated_silu_backward_ladder(const Tensor& give
                                                               std::optional<Tensor> signs, int64_t rotation, double gain,
                                                               std::vector<int64_t> tile, std::string candidates,
                                                               int64_t span, bool corrected) {
-  const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
-  const LadderOp op{signs, rotation, gain, tile, by, span, corrected};
+  const LadderOp op{signs, rotation, gain, tile, candidates_of(candidates), span, corrected};
   const Tensor dy = dense(given_dy), gate_up = dense(given);
   const int64_t rows = rows_of(gate_up), columns = gate_up.size(1);
   STD_TORCH_CHECK(rows_of(dy) == rows && 2 * dy.size(1) == columns, "gated_silu_backward_ladder: dy [", dy.size(0), ", ",
                   dy.size(1), "] for gate_up [", rows, ", ", columns, "]");
   LadderResults made(gate_up, rows, columns, op);
   const bool read = dy.scalar_type() == ScalarType::BFloat16 && gate_up.scalar_type() == ScalarType::BFloat16;
-  if (!read || !aligned(dy.const_data_ptr(), 16) || !rows_fit(made.call, stages_of<GatedRows>(columns), by)) {
+  const auto from = [&](Bf16* dx) { return GatedRows{{}, data_of<Bf16>(dy), data_of<Bf16>(gate_up), dx}; };
+  if (!read || !aligned(dy.const_data_ptr(), 16) || !rows_fit(made.call, shared_of(from(nullptr), columns), op.by)) {
     const Tensor dx = std::get<0>(gated_silu_backward(dy, gate_up));
     const auto [codes, scale] = folded(dx, std::nullopt, false, op);
     return {dx, codes, scale};
   }
   const Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
-  made.clear(0);
-  launch_rows(made.call, GatedRows{data_of<Bf16>(dy), data_of<Bf16>(gate_up), mutable_data_of<Bf16>(dx)});
-  made.finish();
+  launch_rows(made.call, from(mutable_data_of<Bf16>(dx)));
   check_launch("gated_silu_backward_ladder");
+  return {dx, made.codes, made.scale};
+}
+
+// The gradient of queries, keys and values, turned back, and its codes, in one kernel where it fits.
+std::tuple<Tensor, Tensor, Tensor> rotary_backward_ladder(const Tensor& given_dq, const Tensor& given_dk,
+                                                          const Tensor& given_dv, const Tensor& given_cosines,
+                                                          const Tensor& given_sines, std::optional<Tensor> signs,
+                                                          int64_t rotation, double gain, std::vector<int64_t> tile,
+                                                          std::string candidates, int64_t span, bool corrected) {
+  const LadderOp op{signs, rotation, gain, tile, candidates_of(candidates), span, corrected};
+  const Tensor dq = dense(given_dq), dk = dense(given_dk), dv = dense(given_dv);
+  const Tensor cosines = dense(given_cosines), sines = dense(given_sines);
+  const RotaryShape shape = rotary_shape(dq, dk, dv, cosines, sines);
+  LadderResults made(dq, shape.rows, shape.columns, op);
+  made.call.columns = shape.columns;  // dq has a part of them
+  const int bits = shape.head == 64 ? 6 : shape.head == 128 ? 7 : shape.head == 256 ? 8 : 0;
+  const auto from = [&](Bf16* dx) {
+    return RotaryRows{data_of<Bf16>(dq), data_of<Bf16>(dk), data_of<Bf16>(dv), data_of<float>(cosines), data_of<float>(sines),
+                      dx, bits, static_cast<int>(shape.queries), static_cast<int>(shape.groups), static_cast<int>(shape.tokens)};
+  };
+  bool read = bits > 0 && dq.scalar_type() == ScalarType::BFloat16;
+  for (const Tensor& each : {dq, dk, dv, cosines, sines}) read = read && aligned(each.const_data_ptr(), 16);
+  if (!read || !rows_fit(made.call, shared_of(from(nullptr), shape.columns), op.by)) {
+    const Tensor dx = rotary_backward(dq, dk, dv, cosines, sines);
+    const auto [codes, scale] = folded(dx, std::nullopt, false, op);
+    return {dx, codes, scale};
+  }
+  const Tensor dx = empty_like_device(dq, {shape.rows, shape.columns}, dq.scalar_type());
+  launch_rows(made.call, from(mutable_data_of<Bf16>(dx)));
+  check_launch("rotary_backward_ladder");
   return {dx, made.codes, made.scale};
 }
 
@@ -318,4 +338,5 @@ std::tuple<Tensor, Tensor, Tensor> gated_silu_backward_ladder(const Tensor& give
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
   m.impl("rotate_fold_ladder", TORCH_BOX(&lowprec::rotate_fold_ladder));
   m.impl("gated_silu_backward_ladder", TORCH_BOX(&lowprec::gated_silu_backward_ladder));
+  m.impl("rotary_backward_ladder", TORCH_BOX(&lowprec::rotary_backward_ladder));
 }

@@ -47,6 +47,7 @@ struct LadderCall {
   const void* x;
   int64_t rows, columns;
   uint8_t* codes;
+  float* scale;  // of rows of codes
   RowLeft left;
   uint16_t* column_amax;
   int rotation;

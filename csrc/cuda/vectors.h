@@ -17,6 +17,14 @@ namespace lowprec {
 
 constexpr int VECTOR = 8;
 
+// Rounds one number to the dtype of `data`.
+template <typename In>
+__device__ __forceinline__ void write_one(In* data, float v) {
+  if constexpr (std::is_same_v<In, Bf16>) data->bits = bf16_bits(v);
+  else if constexpr (std::is_same_v<In, Fp16>) data->bits = __half_as_ushort(__float2half_rn(v));
+  else data->bits = v;
+}
+
 // Element i of eight in words; i is a constant once loops are unrolled.
 template <typename In>
 __device__ __forceinline__ float element(const uint32_t* words, int i);

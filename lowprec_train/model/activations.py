@@ -84,8 +84,8 @@ class TanhGELU:
 def gated_silu(gate_up: Tensor, with_grad: GradCodes | Tensor | None = None) -> WithAmax:
     """silu(gate) up [..., F] of gate_up [..., 2 F], whose columns alternate gate, up.
 
-    with_grad: from the linear that made `gate_up` (`precision.linear.Linear.with_grad_codes`), or None; its gradients
-    are codes of the gradient of gate_up, or, of a single tensor, its amax.
+    with_grad: from the linear that made `gate_up` (`precision.linear.Linear.with_grad_codes_or_amax`), or None; its
+    gradients are codes of the gradient of gate_up, or, of a single tensor, its amax.
     """
     if not isinstance(with_grad, GradCodes):
         return _activation("gated_silu", gate_up, with_grad)

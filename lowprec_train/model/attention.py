@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec_train.group import rounded_and_kept
 from lowprec_train.model.cache import LayerCache
-from lowprec_train.model.layers import Angles, RMSNorm, rotate
+from lowprec_train.model.layers import RMSNorm
+from lowprec_train.model.rotary import Angles, queries_keys_values, rotate, rotated_with_codes
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 
@@ -71,21 +72,36 @@ class Attention(nn.Module):
         """seq_len: T, if x has a rank's share of all tokens, [1, BT / ranks, D]. cache: keys and values of earlier
         tokens; those of x are appended. draws: of the block.
         """
-        qkv_BTN = self.qkv(x_BTD, draws=draws)
+        if angles is not None and self.is_plain and torch.is_grad_enabled():
+            qkv_BTN, codes = self.qkv.with_grad_codes(x_BTD, draws)
+        else:
+            qkv_BTN, codes = self.qkv(x_BTD, draws=draws), None
         if seq_len is not None:
             qkv_BTN = qkv_BTN.view(-1, seq_len, qkv_BTN.shape[-1])
-        groups_BTKGH = qkv_BTN.unflatten(-1, (-1, self.queries + 2, self.head_dim))
-        q_BTKGH, k_BTKGH, v_BTKGH = groups_BTKGH.split((self.queries, 1, 1), dim=-2)
-        q_BTKGH, k_BTKGH = self.queries_and_keys(q_BTKGH, k_BTKGH)
-        if angles is not None:
-            plain = type(self).queries_and_keys is Attention.queries_and_keys
-            q_BTKGH, k_BTKGH = (rotate(each, angles, kept=plain) for each in (q_BTKGH, k_BTKGH))
-            v_BTKGH = v_BTKGH.contiguous()  # a view would keep the q and k of before the rotation for backward
-            v_BTKGH = rounded_and_kept(v_BTKGH, v_BTKGH.dtype) if plain else v_BTKGH
+        if angles is not None and codes is not None:
+            q_BTKGH, k_BTKGH, v_BTKGH = rotated_with_codes(qkv_BTN, codes, angles, self.queries, self.head_dim)
+        else:
+            q_BTKGH, k_BTKGH, v_BTKGH = self._rotated(qkv_BTN, angles)
         q, k, v = (each.flatten(2, 3).transpose(1, 2) for each in (q_BTKGH, k_BTKGH, v_BTKGH))
         if cache is not None:
             k, v = cache.extend(k, v)
         return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2), draws=draws)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing but the rotation changes queries and keys."""
+        return type(self).queries_and_keys is Attention.queries_and_keys
+
+    def _rotated(self, qkv_BTN: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, T, K, G, H], k and v [B, T, K, 1, H]."""
+        q, k, v = queries_keys_values(qkv_BTN, self.queries, self.head_dim)
+        q, k = self.queries_and_keys(q, k)
+        if angles is None:
+            return q, k, v
+        plain = self.is_plain
+        q, k = (rotate(each, angles, keeps=plain) for each in (q, k))
+        v = v.contiguous()  # a view would keep the q and k of before the rotation for backward
+        return q, k, rounded_and_kept(v, v.dtype) if plain else v
 
     def queries_and_keys(self, q_BTKGH: Tensor, k_BTKGH: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys before the rotation. Variants override this (docs/adding_a_model.md)."""

@@ -19,7 +19,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.group import rounded_and_kept
 from lowprec_train.model.activations import (
     RMS,
     GatedSiLU,
@@ -30,11 +29,10 @@ from lowprec_train.model.activations import (
     quantized_gelu,
     quantized_norm,
 )
+from lowprec_train.model.rotary import Angles
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.saved_activations import QuantizedSavedInput
-
-Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
 
 
 class RMSNorm(QuantizedSavedInput):
@@ -92,7 +90,7 @@ class SwiGLU(QuantizedSavedInput):
 
     def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.quantizer is None:
-            return self.down(*gated_silu(*self.gate_up.with_grad_codes(x_BTD, draws)), draws=draws)
+            return self.down(*gated_silu(*self.gate_up.with_grad_codes_or_amax(x_BTD, draws)), draws=draws)
         if self.fuses(x_BTD):
             how = self.quantizer, self.recomputes
             return self.down(*quantized_gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws), *how), draws=draws)
@@ -214,14 +212,3 @@ def positions_in_document(documents_BT: Tensor) -> Tensor:
     place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
     return place_T - torch.where(begins_BT, place_T, 0).cummax(dim=1).values
-
-
-def rotate(x: Tensor, angles: Angles, *, kept: bool = False) -> Tensor:
-    """Rotate x [B, T, ..., H] by the angles of its positions, in FP32; halves are paired (Hugging Face's layout).
-
-    kept: recomputed blocks save the result (`group.rounded_and_kept`).
-    """
-    cos, sin = (table.view(-1, *(1,) * (x.ndim - 3), table.shape[-1]) for table in angles)
-    low, high = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1)
-    return rounded_and_kept(rotated, x.dtype) if kept else rotated.to(x.dtype)

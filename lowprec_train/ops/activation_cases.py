@@ -63,6 +63,36 @@ def _gated_silu_backward_ladder() -> Cases:
     return made
 
 
+def _rotary_backward() -> Cases:
+    """Return cases of several head sizes and groups; 96 and 6 columns a head have no fused kernel on GPUs."""
+    made: Cases = {}
+    for name, rows, tokens, head, groups, queries, dtype in (
+        ("heads of 64", 12, 6, 64, 2, 1, torch.bfloat16),
+        ("four queries a key", 10, 5, 128, 1, 4, torch.bfloat16),
+        ("heads of 256", 6, 3, 256, 2, 2, torch.bfloat16),
+        ("heads of 96", 6, 6, 96, 2, 2, torch.bfloat16),
+        ("FP32", 8, 4, 6, 3, 2, torch.float32),
+    ):
+        widths = (groups * queries * head, groups * head, groups * head)
+        gradients = (normal(rows, width, seed=seed).to(dtype) for seed, width in enumerate(widths, 3))
+        turns = torch.outer(torch.arange(tokens), torch.linspace(1, 0.01, head // 2))
+        made[name] = (*gradients, turns.cos(), turns.sin())
+    return made
+
+
+def _rotary_backward_ladder() -> Cases:
+    """Return the cases of `rotary_backward` whose rows are divided by the rotation, and some without one."""
+    made: Cases = {}
+    for name, arguments in _rotary_backward().items():
+        for rotation in (128, 32, 0):
+            columns = arguments[0].shape[1] + 2 * arguments[1].shape[1]
+            if columns % (rotation or 16) == 0:
+                signs = torch.tensor(13) if rotation else None
+                how = (signs, rotation, 0.125, [1, 16], "mse" if rotation != 32 else "none", 11, rotation > 0)
+                made[f"{name}, rotated {rotation}"] = (*arguments, *how)
+    return made
+
+
 def _quantized_gated_silu() -> Cases:
     return {
         "E4M3": (normal(5, 512), "E4M3", 128),
@@ -116,6 +146,8 @@ BY_OP: dict[str, Callable[[], Cases]] = {
     "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},
     "gated_silu_backward": lambda: {"BF16": (values(9, 128, seed=3).bfloat16(), values(9, 256).bfloat16())},
     "gated_silu_backward_ladder": _gated_silu_backward_ladder,
+    "rotary_backward": _rotary_backward,
+    "rotary_backward_ladder": _rotary_backward_ladder,
     "quantized_gated_silu": _quantized_gated_silu,
     "quantized_gated_silu_backward": partial(_backward, "quantized_gated_silu", slice(2, 6)),
     "quantized_gelu": _quantized_gelu,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.ops.formats import parse_format
+from lowprec_train.ops.rotary import rotary_shape
 from lowprec_train.ops.schema import row_bytes_by, segment_groups, tile_shape
 
 
@@ -203,6 +204,15 @@ def _gated_silu_backward_ladder(dy, gate_up, *_):  # type: ignore[no-untyped-def
     return dy.new_empty(gate_up.shape), *_rotate_fold_ladder(gate_up, None, False)
 
 
+def _rotary_backward(dq, dk, dv, cos, sin):  # type: ignore[no-untyped-def]
+    return dq.new_empty((dq.shape[0], rotary_shape(dq, dk, dv, cos, sin)[2]))
+
+
+def _rotary_backward_ladder(dq, dk, dv, cos, sin, *_):  # type: ignore[no-untyped-def]
+    dx = _rotary_backward(dq, dk, dv, cos, sin)
+    return dx, *_rotate_fold_ladder(dx, None, False)
+
+
 def _quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     width = gate_up.shape[1] // 2
     kept = (part for _ in range(2) for part in _codes_and_exponents(gate_up, width, format, group))
@@ -270,6 +280,8 @@ FAKES: dict[str, Callable] = {
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
     "gated_silu_backward_ladder": _gated_silu_backward_ladder,
+    "rotary_backward": _rotary_backward,
+    "rotary_backward_ladder": _rotary_backward_ladder,
     "saved_codes": _saved_codes,
     "group_codes": _group_codes,
     "norm_of_codes": _norm_of_codes,

@@ -31,6 +31,7 @@ from lowprec_train.ops import (
     ladder,
     pairs,
     reference,
+    rotary,
     rotated,
     shared_gradients,
     states,
@@ -118,8 +119,18 @@ def _saved_codes(x, format, tile, scale_rule, headroom, exponent_span):  # type:
 def _gated_silu_backward_ladder(dy, gate_up, signs, rotation, gain, tile, candidates, exponent_span, corrected):  # type: ignore[no-untyped-def]
     """Return dx of `gated_silu_backward`, and of it the codes and scales [m, 1] of `rotate_fold_ladder`."""
     dx, _ = torch.ops.lowprec.gated_silu_backward(dy, gate_up)
-    fold = kernel("rotate_fold_ladder", dy.device, candidates)
-    return dx, *fold(dx, None, False, signs, rotation, gain, tile, candidates, exponent_span, corrected)
+    return dx, *_row_codes(dx, signs, rotation, gain, tile, candidates, exponent_span, corrected)
+
+
+def _rotary_backward_ladder(dq, dk, dv, cos, sin, *how):  # type: ignore[no-untyped-def]
+    """Return dx of `rotary_backward`, and of it the codes and scales [m, 1] of `rotate_fold_ladder`."""
+    dx = torch.ops.lowprec.rotary_backward(dq, dk, dv, cos, sin)
+    return dx, *_row_codes(dx, *how)
+
+
+def _row_codes(x, signs, rotation, gain, tile, candidates, exponent_span, corrected):  # type: ignore[no-untyped-def]
+    fold = kernel("rotate_fold_ladder", x.device, candidates)
+    return fold(x, None, False, signs, rotation, gain, tile, candidates, exponent_span, corrected)
 
 
 LADDER = (
@@ -143,6 +154,7 @@ EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decod
 EAGER |= {name: getattr(shared_gradients, name) for name in ("encode_gradients_by", "decode_gradients_by")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if hasattr(activations, name)}
 EAGER |= {"saved_codes": _saved_codes, "gated_silu_backward_ladder": _gated_silu_backward_ladder}
+EAGER |= {"rotary_backward": rotary.rotary_backward, "rotary_backward_ladder": _rotary_backward_ladder}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 

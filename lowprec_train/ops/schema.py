@@ -126,6 +126,11 @@ SCHEMAS = {
     "dge_all": "(Tensor(a!)[] grads, Tensor[] weights, Tensor[] scales, float k, float cap, ScalarType dtype) -> ()",
     "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor amax)",
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
+    "rotary_backward": "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
+    "rotary_backward_ladder": (
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, Tensor? signs, int rotation, float gain,"
+        " int[2] tile, str candidates, int exponent_span, bool corrected) -> (Tensor dx, Tensor codes, Tensor scale)"
+    ),
     "gated_silu_backward_ladder": (
         "(Tensor dy, Tensor gate_up, Tensor? signs, int rotation, float gain, int[2] tile, str candidates,"
         " int exponent_span, bool corrected) -> (Tensor dx, Tensor codes, Tensor scale)"

@@ -35,7 +35,8 @@ class WithDY(Enum):
 
     NOTHING = ""
     AMAX = "the amax of each row"
-    CODES = "codes for dgrad"
+    CODES = "codes for dgrad, if it can"
+    CODES_OR_AMAX = "codes for dgrad, or the amax of each row"
 
 
 class GradCodes(NamedTuple):
@@ -184,12 +185,19 @@ class Linear(nn.Linear):
         result: tuple[Tensor, Tensor | None] = self(x, with_dy=WithDY.AMAX, draws=draws)
         return result
 
-    def with_grad_codes(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, GradCodes | Tensor | None]:
-        """(y, grad_codes) if the op that computes dY can also quantise it for dgrad; else as `with_grad_amax`.
+    def with_grad_codes(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, GradCodes | None]:
+        """(y, grad_codes) if dgrad can use codes of dY from the op that computes it; else (y, None).
 
         The consumer of y returns codes and scales as gradients of `GradCodes`, which spares this layer a pass over dY.
         """
-        result: tuple[Tensor, GradCodes | Tensor | None] = self(x, with_dy=WithDY.CODES, draws=draws)
+        result: tuple[Tensor, GradCodes | None] = self(x, with_dy=WithDY.CODES, draws=draws)
+        return result
+
+    def with_grad_codes_or_amax(
+        self, x: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, GradCodes | Tensor | None]:
+        """`with_grad_codes` if that returns codes, else `with_grad_amax`."""
+        result: tuple[Tensor, GradCodes | Tensor | None] = self(x, with_dy=WithDY.CODES_OR_AMAX, draws=draws)
         return result
 
     def _product(
@@ -212,8 +220,9 @@ class Linear(nn.Linear):
         leaf, coded = (self.weight, False) if given is None else (given.leaf, given.coded)
         tensors = () if given is None else tuple(each.detach() for each in given.tensors)
         plan = self.plan(rows.shape[0], x.dtype, x.device) if plan is None else plan
-        if with_dy is WithDY.CODES and not plan.dgrad.a.needs_only_dy:
-            with_dy = WithDY.AMAX
+        if with_dy in (WithDY.CODES, WithDY.CODES_OR_AMAX):
+            other = WithDY.AMAX if with_dy is WithDY.CODES_OR_AMAX else WithDY.NOTHING
+            with_dy = WithDY.CODES if plan.dgrad.a.needs_only_dy else other
         arguments = (plan, self.observer, self.split, amax, self.weight_amax, with_dy, coded, len(seeds))
         out = _LinearFunction.apply(rows, leaf, *arguments, *seeds, *tensors)
         y, *placeholders = out if isinstance(out, tuple) else (out,)

@@ -27,8 +27,11 @@ NAMES = {
     Gemms.WGRAD: {Operand.A: "dY^T", Operand.B: "X^T"},
 }
 
-WITH_CODES_OF_DY = {"gated_silu": "gated_silu_backward_ladder"}
-"""Ops that read y, and the ops that compute dY together with its codes of FOLD3."""
+WITH_CODES_OF_DY = {"gated_silu": "gated_silu_backward_ladder", "rotary": "rotary_backward_ladder"}
+"""What reads y, and the ops that compute dY together with its codes of FOLD3."""
+
+WITHOUT_AMAX_OF_DY = ("rotary",)
+"""Those that do not compute the amax of dY for other formats."""
 
 
 class Source(Enum):
@@ -116,6 +119,10 @@ class OperandPlan:
         """True if this is dY in codes of FOLD3, which the op that computes dY can also produce."""
         ladder = self.op is Op.ROTATE_FOLD and self.quantizer is not None and self.quantizer.scale is ScaleRule.LADDER
         return ladder and self.name == "dY" and self.cut is None and not self.mean_split
+
+    def op_with_amax(self, consumer: str) -> str:
+        """Return the op that computes dY together with its amax, if `consumer` reads y; "" if there is none."""
+        return "" if consumer in WITHOUT_AMAX_OF_DY else consumer
 
     def op_with_codes(self, consumer: str) -> str:
         """Return the op that computes dY together with this operand, if `consumer` reads y; "" if there is none."""

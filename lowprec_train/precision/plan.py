@@ -48,8 +48,8 @@ def compile_plan(
     shape: [n, k] of the weight or of this rank's shard. tokens: rows of X in the GEMMs. dtype: of X. split: the
     tensor-parallel split, if any. fused: False produces every operand by a separate op, which an observer requires.
     gathered: FSDP all-gathers the weight as fprop's codes; the rank of each shard then applies the estimator. producer,
-    consumer: ops that provide the amax of X and of dY. capability: compute capability to plan for; None: that of
-    `device`.
+    consumer: what makes X and reads y, and may provide the amax of X, and the amax or codes of dY. capability: compute
+    capability to plan for; None: that of `device`.
     """
     if recipe.backend is not None:
         return library_plan(recipe.backend.path, shape, tokens)
@@ -91,7 +91,7 @@ class _Compiler:
         if dim != 0 and (pair_of_x or x.needs_only_amax):
             x = replace(x, amax_from=self.producer)
         if dim != 1 and dy.op is Op.QUANTIZE_BOTH and _whole(dy.quantizer, dy_t.quantizer) and not changed:
-            dy = replace(dy, amax_from=self.consumer)
+            dy = replace(dy, amax_from=dy.op_with_amax(self.consumer))
         dy = replace(dy, codes_from=dy.op_with_codes(self.consumer))
         return LinearPlan(
             shape=self.whole_shape,

@@ -17,6 +17,8 @@ import torch
 import lowprec_train
 from lowprec_train.config import PrecisionConfig
 from lowprec_train.data.corpus import Corpus
+from lowprec_train.model.attention import Attention
+from lowprec_train.model.layers import Rotary
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.formats import Format, Rounding
 from lowprec_train.numerics.quantizer import Quantizer
@@ -136,13 +138,18 @@ class MetaModel:
 def amax_left(
     model: Transformer, policy: SavedActivationPolicy, device: torch.device
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return, by linear, the op that computes the amax of its X, and the op that computes the amax of its dY."""
+    """Return, by linear, the op that computes the amax of its X, and what reads its y and computes the amax or codes of
+    its dY.
+    """
     producers: dict[str, str] = {}
     consumers: dict[str, str] = {}
     for name, module in saved_inputs(model):
         op = module.runs(policy.of(module.role), device, model.dtype)
         if op and module.feeds:
             producers[f"{name}.{module.feeds}"] = consumers[f"{name}.{module.fed_by}"] = op
+    if isinstance(model.position, Rotary):
+        plain = (name for name, each in model.named_modules() if isinstance(each, Attention) and each.is_plain)
+        consumers |= {f"{name}.qkv": "rotary" for name in plain}
     return producers, consumers
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowprec_train.model.layers import GELU, LayerNorm, RMSNorm, Rotary, SwiGLU, positions_in_document, rotate
+from lowprec_train.model.layers import GELU, LayerNorm, RMSNorm, Rotary, SwiGLU, positions_in_document
+from lowprec_train.model.rotary import rotate
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])

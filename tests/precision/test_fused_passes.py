@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowprec_train.model.layers import SwiGLU
+from lowprec_train.model.attention import Attention, QKNorm
+from lowprec_train.model.layers import Rotary, SwiGLU
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16, INT8, STOCHASTIC
 from lowprec_train.numerics.pairs import both, pairs
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
@@ -84,12 +85,42 @@ def swiglu(recipe: LinearRecipe, bias: bool = False) -> tuple[list[Tensor], Coun
 def test_the_gradient_of_swiglu_with_its_codes_is_the_gradient_and_then_its_codes(name, monkeypatch):
     recipe = RECIPES[name]
     got, ops = swiglu(recipe)
-    monkeypatch.setattr(Linear, "with_grad_codes", Linear.with_grad_amax)
+    monkeypatch.setattr(Linear, "with_grad_codes_or_amax", Linear.with_grad_amax)
     want, alone = swiglu(recipe)
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     folds = name in ("fp4_fold", "fp8_eden4")
     assert ops["gated_silu_backward_ladder"] == folds and not alone["gated_silu_backward_ladder"]
     assert alone["rotate_fold_ladder"] - ops["rotate_fold_ladder"] == folds
+
+
+def attention(recipe: LinearRecipe, kind: type[Attention] = Attention) -> tuple[list[Tensor], Counter[str]]:
+    """Output and gradients of attention with rotary positions, and the ops of its backward pass."""
+    generator = torch.Generator().manual_seed(3)
+    layer = kind(128, 4, 2, False)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 8
+    layer.qkv.recipe = layer.out.recipe = recipe
+    x = torch.randn(2, 64, 128, generator=generator).bfloat16().requires_grad_()
+    y = layer(x, Rotary(64, 128, 32, 10000.0).angles(64))
+    with Ops() as seen:
+        y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+    return [y.detach(), x.grad, *(each.grad for each in layer.parameters())], seen.count
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_of_rotary_positions_with_its_codes_is_the_gradient_and_then_its_codes(name, monkeypatch):
+    recipe = RECIPES[name]
+    got, ops = attention(recipe)
+    monkeypatch.setattr(Linear, "with_grad_codes", lambda linear, x, draws=None: (linear(x, draws=draws), None))
+    want, alone = attention(recipe)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    folds = name in ("fp4_fold", "fp8_eden4")
+    assert ops["rotary_backward_ladder"] == folds and not alone["rotary_backward_ladder"]
+    assert alone["rotate_fold_ladder"] - ops["rotate_fold_ladder"] == folds
+
+
+def test_attention_that_normalises_queries_and_keys_quantises_its_gradient_in_the_linear():
+    assert not attention(RECIPES["fp8_eden4"], QKNorm)[1]["rotary_backward_ladder"]
 
 
 def test_swiglu_with_biases_quantises_its_gradient_in_the_linear():

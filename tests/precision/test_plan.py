@@ -98,6 +98,13 @@ def test_an_amax_that_was_left_is_used_for_one_scale_of_what_is_not_changed_firs
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_of_rotary_positions_comes_with_codes_of_fold3_and_never_with_an_amax(name):
+    found = plan(RECIPES[name], consumer="rotary").dgrad.a
+    assert found.codes_from == ("rotary_backward_ladder" if name in ("fp4_fold", "fp8_eden4") else "")
+    assert not found.amax_from
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_gradient_of_swiglu_comes_with_codes_of_fold3(name):
     """Rows of a part of dY's columns (dim 0) have their scales from all ranks."""
     op = "gated_silu_backward_ladder" if name in ("fp4_fold", "fp8_eden4") else ""

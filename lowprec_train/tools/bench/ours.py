@@ -184,7 +184,7 @@ class TorchLinear(nn.Linear):
         """As `Linear.with_grad_amax`."""
         return self(x), None
 
-    with_grad_codes = with_grad_amax
+    with_grad_codes = with_grad_codes_or_amax = with_grad_amax
 
 
 def _torch_linear(linear: Linear) -> TorchLinear:

@@ -1,0 +1,147 @@
+// Rows that rotate_fold_ladder rounds (ladder.cu): of a matrix, or of a gradient that is computed, written and rounded.
+//
+// chunks: 16-byte chunks in shared memory per thread and row. table: such chunks for all rows, which `prepare` fills; a
+// barrier follows. fetch: starts copies of the warp's part of a row. take: the thread's elements in BF16.
+#pragma once
+
+#include "cuda/ladder_call.h"
+#include "cuda/rotate_rows.h"
+#include "numerics/activations.h"
+
+namespace lowprec {
+
+#if defined(__CUDACC__)
+
+constexpr int ROW = 32;  // elements per thread
+
+// A thread block has no table.
+struct WithoutTable {
+  LOWPREC_HD int table(int) const { return 0; }
+  __device__ __forceinline__ void prepare(uint4*, int) const {}
+};
+
+// The thread's words to its part of a row, through the warp's stage.
+__device__ __forceinline__ void write_row(const uint32_t (&pairs)[ROW / 2], Bf16* row, int columns, uint4* stage) {
+  const int first = (threadIdx.x >> 5) * 32 * ROW;
+  write_codes(pairs, stage, [&](int piece, const uint4& of) {  // a barrier follows before the stage is used again
+    if (first + piece * 8 < columns) *reinterpret_cast<uint4*>(row + first + piece * 8) = of;
+  });
+}
+
+// Rows of x in memory.
+template <typename In>
+struct StoredRows : WithoutTable {
+  static constexpr int chunks = CHUNKS<In, ROW>;
+  const In* x;
+
+  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to, const uint4*) const {
+    lowprec::fetch<In, ROW>(x + row * columns, columns, to);
+  }
+  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int, uint4* stage, const uint4*,
+                                       const LadderInput& how) const {
+    take_pairs<In, ROW>(pairs, stage, sizeof(In) == 1 ? how.scale[row * how.scale_step] : 1.0f);
+  }
+};
+
+// Rows of the gradient of SwiGLU (gated.cu), computed here and written to dx. A pair of elements is one gate and one up.
+struct GatedRows : WithoutTable {
+  static constexpr int own = CHUNKS<Bf16, ROW>, chunks = own + CHUNKS<Bf16, ROW / 2>;
+  const Bf16 *dy, *gate_up;
+  Bf16* dx;
+
+  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to, const uint4*) const {
+    lowprec::fetch<Bf16, ROW>(gate_up + row * columns, columns, to);
+    lowprec::fetch<Bf16, ROW / 2>(dy + row * (columns / 2), columns / 2, to + 32 * own);
+  }
+  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int columns, uint4* stage,
+                                       const uint4*, const LadderInput&) const {
+    uint32_t upstream[ROW / 4];
+    take_pairs<Bf16, ROW>(pairs, stage, 1.0f);
+    take_pairs<Bf16, ROW / 2>(upstream, stage + 32 * own, 1.0f);
+#pragma unroll
+    for (int i = 0; i < ROW / 2; ++i) {
+      const float of = bits_float(i % 2 ? upstream[i / 2] & 0xffff0000u : upstream[i / 2] << 16);
+      const GatedGradients g = gated_silu_gradients(of, bits_float(pairs[i] << 16), bits_float(pairs[i] & 0xffff0000u));
+      pairs[i] = bits_of_pair(__float22bfloat162_rn(make_float2(g.gate, g.up)));
+    }
+    write_row(pairs, dx + row * columns, columns, stage);
+  }
+};
+
+// Where a head's gradient is: its first row, the distance of rows, and whether it was rotated.
+struct alignas(16) HeadAt {
+  const Bf16* of;
+  int step, turned;
+};
+
+// Rows of the gradient of queries, keys and values, whose columns are in groups: the query heads of a key-value head, its
+// key, its value (model/attention.py). Those of queries and keys are rotated back by the angles of their token, here,
+// and the row is written to dx. A head has 64, 128 or 256 columns, 2^bits; tokens: of a sequence.
+struct RotaryRows {
+  static constexpr int own = CHUNKS<Bf16, ROW>, chunks = own + 2;  // 2: cosines and sines, for 256 columns
+  const Bf16 *dq, *dk, *dv;
+  const float *cosines, *sines;
+  Bf16* dx;
+  int bits, queries, groups, tokens;
+
+  LOWPREC_HD int table(int columns) const { return columns >> bits; }
+
+  __device__ __forceinline__ void prepare(uint4* heads, int columns) const {
+    for (int head = threadIdx.x; head < columns >> bits; head += blockDim.x) {
+      const int group = head / (queries + 2), place = head % (queries + 2);
+      const Bf16* of = (place == queries ? dk : dv) + (group << bits);
+      if (place < queries) of = dq + ((group * queries + place) << bits);
+      const int step = (place < queries ? groups * queries : groups) << bits;
+      reinterpret_cast<HeadAt*>(heads)[head] = {of, step, place <= queries};
+    }
+  }
+
+  // Where a chunk of angles is: a warp's threads read those of up to four parts of a head at once, from other banks.
+  __device__ static __forceinline__ int spread(int chunk) { return chunk ^ (chunk >> 3 & 7); }
+
+  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to, const uint4* heads) const {
+    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 32 * ROW, inner = (1 << bits) - 1;
+#pragma unroll
+    for (int j = 0; j < own; ++j) {
+      const int chunk = j * 32 + lane, column = first + chunk * 8;
+      const bool inside = column < columns;
+      const HeadAt at = reinterpret_cast<const HeadAt*>(heads)[inside ? column >> bits : 0];
+      copy_async<16>(to + swizzled<own>(chunk / own, chunk % own), at.of + row * at.step + (column & inner), inside);
+    }
+    const int64_t token = row % tokens;
+    const int of_table = 1 << (bits - 3);  // chunks
+    for (int chunk = lane; chunk < 2 * of_table; chunk += 32) {
+      const float* table = chunk < of_table ? cosines : sines;
+      copy_async<16>(to + 32 * own + spread(chunk), table + ((token * of_table + (chunk & (of_table - 1))) << 2));
+    }
+  }
+
+  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int columns, uint4* stage,
+                                       const uint4* heads, const LadderInput&) const {
+    const int lane = threadIdx.x & 31, column = (threadIdx.x >> 5) * 32 * ROW + lane * ROW;
+    const int apart = 1 << (bits - 6), part = lane & (apart - 1);  // threads from one half of a head to the other
+    const bool turned = reinterpret_cast<const HeadAt*>(heads)[column < columns ? column >> bits : 0].turned;
+    const uint32_t flip = lane & apart ? 0x80008000u : 0u;
+    const float4* angles = reinterpret_cast<const float4*>(stage + 32 * own);
+    take_pairs<Bf16, ROW>(pairs, stage, 1.0f);
+#pragma unroll
+    for (int i = 0; i < ROW / 4; ++i) {
+      const float4 c = angles[spread(part * 8 + i)], s = angles[spread((apart + part) * 8 + i)];
+      const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t mine = pairs[2 * i + j], other = __shfl_xor_sync(0xffffffffu, mine, apart) ^ flip;
+        const float low = bits_float(mine << 16) * cosine[2 * j] + bits_float(other << 16) * sine[2 * j];
+        const float high = bits_float(mine & 0xffff0000u) * cosine[2 * j + 1] +
+                           bits_float(other & 0xffff0000u) * sine[2 * j + 1];
+        const uint32_t made = bits_of_pair(__float22bfloat162_rn(make_float2(low, high)));
+        pairs[2 * i + j] = turned ? made : mine;
+      }
+    }
+    write_row(pairs, dx + row * columns, columns, stage);
+  }
+};
+
+#endif
+
+}  // namespace lowprec
