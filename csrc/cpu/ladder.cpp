@@ -285,7 +285,7 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Ten
   const std::vector<float> drawn = signs_of(signs, rotation);
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
-  const Decoded given(x, scale, transpose);
+  const Decoded given(x, scale, transpose, scale.has_value() && x.scalar_type() != ScalarType::Float8_e4m3fn);
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   float* out_scale = mutable_data_of<float>(row_scale);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {

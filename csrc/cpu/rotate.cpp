@@ -20,11 +20,13 @@ void check_block(int64_t columns, int64_t block) {
                   " do not fit a row of ", columns);
 }
 
-Decoded::Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool transpose) : source_(source_of(x)) {
+Decoded::Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool transpose, bool rounds)
+    : source_(source_of(x)), rounds_(rounds) {
   const int64_t rows = rows_of(x), columns = x.size(1);
   if (scale.has_value()) {
     factors_.resize(scale->numel());
     STD_TORCH_CHECK(scale->numel() == 1 || scale->numel() == rows, "a scale of ", scale->numel(), " numbers for ", rows);
+    STD_TORCH_CHECK(!rounds || scale->numel() == 1, "values are rounded to E4M3 under one scale");
     load(source_of(*scale), 0, scale->numel(), factors_.data());
   }
   if (!transpose) return;
@@ -44,6 +46,10 @@ Decoded::Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool trans
 
 void Decoded::row(int64_t r, int64_t columns, float* out) const {
   load(source_, r * columns, columns, out);
+  if (rounds_) {
+    const float inverse = 1.0f / factors_[0];
+    for (int64_t i = 0; i < columns; ++i) out[i] = decode<Format::E4M3>(encode<Format::E4M3>(out[i] * inverse));
+  }
   if (!factors_.empty()) scale_to_bf16(out, columns, factors_[factors_.size() > 1 ? r : 0]);
 }
 

@@ -15,13 +15,15 @@ void check_half_block(int64_t columns, int64_t block);
 // Rows of x [m, k] or its transpose; with one scale or one per row, x is E4M3 codes, which are decoded to BF16.
 class Decoded {
  public:
-  Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool transpose);
+  // rounds: x has values, which are rounded to codes under the one scale.
+  Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool transpose, bool rounds = false);
   // Row r of x or its transpose, `columns` numbers.
   void row(int64_t r, int64_t columns, float* out) const;
 
  private:
   Source source_;
   std::vector<float> factors_, turned_;
+  bool rounds_;
 };
 
 // Rows of x after rotation.

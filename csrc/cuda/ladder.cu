@@ -39,7 +39,7 @@ __device__ __forceinline__ float scale_of_row(const RowParts& parts, int warps, 
 
 template <typename Rows, int rotation, bool corrected>
 __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
-    ladder_rows(Rows from, uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t rows, int columns,
+    ladder_rows(Rows from, uint8_t* codes, float* __restrict__ scale, int64_t rows, int columns,
                 LadderInput how, int span) {
   extern __shared__ uint4 shared[];
   __shared__ alignas(16) uint32_t drawn[HALF_SIGN_WORDS];
@@ -210,8 +210,9 @@ struct LadderResults {
   std::optional<Tensor> keys, zeros;
   LadderCall call{};
 
-  LadderResults(const Tensor& x, int64_t rows, int64_t columns, const LadderOp& op)
-      : codes(empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn)),
+  // into: memory for the codes, else they have their own.
+  LadderResults(const Tensor& x, int64_t rows, int64_t columns, const LadderOp& op, std::optional<Tensor> into = std::nullopt)
+      : codes(into.has_value() ? *into : empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn)),
         scale(empty_like_device(x, {rows, 1}, ScalarType::Float)) {
     STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");
     STD_TORCH_CHECK(ladder_width(rows, columns, op.tile) == LADDER_BLOCK, "this kernel has blocks of ", LADDER_BLOCK);
@@ -240,18 +241,42 @@ struct LadderResults {
   }
 };
 
+// E4M3 codes of values over a scale.
+template <typename In>
+__global__ void round_to_codes(const In* __restrict__ x, const float* __restrict__ scale, uint8_t* __restrict__ codes, int64_t count) {
+  const float inverse = 1.0f / *scale;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
+    codes[i] = static_cast<uint8_t>(encode<Format::E4M3>(x[i].value() * inverse));
+  }
+}
+
+Tensor rounded_codes(const Tensor& x, const Tensor& scale) {
+  Tensor codes = empty_like_device(x, {x.size(0), x.size(1)}, ScalarType::Float8_e4m3fn);
+  with_input(x, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    const int64_t blocks = ceil_div(x.numel(), 256);
+    round_to_codes<In><<<blocks < 65536 ? blocks : 65536, 256, 0, stream_of(x)>>>(
+        data_of<In>(x), data_of<float>(scale), mutable_data_of<uint8_t>(codes), x.numel());
+  });
+  return codes;
+}
+
 std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tensor>& scale, bool transposed, const LadderOp& op) {
   const Tensor x = dense(given);
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
   const ScalarType type = x.scalar_type();
-  STD_TORCH_CHECK((type == ScalarType::Float8_e4m3fn) == scale.has_value(), "a scale belongs to E4M3 codes");
+  const bool codes = type == ScalarType::Float8_e4m3fn, rounds = scale.has_value() && !codes;
+  STD_TORCH_CHECK(!codes || scale.has_value(), "E4M3 codes need a scale");
+  STD_TORCH_CHECK(!rounds || scale->numel() == 1, "values are rounded to E4M3 under one scale");
   LadderResults made(x, rows, columns, op);
   LadderCall& call = made.call;
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
-  const bool read = type == ScalarType::BFloat16 || scale.has_value();
+  const bool read = codes || (type == ScalarType::BFloat16 && (!rounds || (transposed && op.rotation == HALF_ROTATION)));
   const int64_t shared = scale.has_value() ? shared_of(StoredRows<Code8>{}, columns) : shared_of(StoredRows<Bf16>{}, columns);
   const bool fused = read && (transposed ? fits(call, TRANSPOSED_SHARED, rows % 8 == 0, op.by) : rows_fit(call, shared, op.by));
+  if (rounds && !fused) return folded(rounded_codes(x, *scale), scale, transposed, op);
   if (transposed || !fused) made.clear(fused ? 2 * column_amax_size(call.rows, call.columns) : 0);
   if (!fused) {
     launch_plain(call, x, op.signs, op.gain, transposed, op.by);
@@ -278,28 +303,30 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Ten
   return folded(x, scale, transposed, {signs, rotation, gain, tile, candidates_of(candidates), span, corrected});
 }
 
-// The gradient of SwiGLU and its codes, in one kernel where it fits.
-std::tuple<Tensor, Tensor, Tensor> gated_silu_backward_ladder(const Tensor& given_dy, const Tensor& given,
-                                                              std::optional<Tensor> signs, int64_t rotation, double gain,
-                                                              std::vector<int64_t> tile, std::string candidates,
-                                                              int64_t span, bool corrected) {
+// The gradient of SwiGLU, and its codes, which are written over dy: in one kernel where it fits.
+std::tuple<Tensor, Tensor> gated_silu_backward_ladder(const Tensor& dy, const Tensor& given, std::optional<Tensor> signs,
+                                                      int64_t rotation, double gain, std::vector<int64_t> tile,
+                                                      std::string candidates, int64_t span, bool corrected) {
   const LadderOp op{signs, rotation, gain, tile, candidates_of(candidates), span, corrected};
-  const Tensor dy = dense(given_dy), gate_up = dense(given);
+  const Tensor gate_up = dense(given);
   const int64_t rows = rows_of(gate_up), columns = gate_up.size(1);
   STD_TORCH_CHECK(rows_of(dy) == rows && 2 * dy.size(1) == columns, "gated_silu_backward_ladder: dy [", dy.size(0), ", ",
                   dy.size(1), "] for gate_up [", rows, ", ", columns, "]");
-  LadderResults made(gate_up, rows, columns, op);
+  STD_TORCH_CHECK(dy.is_contiguous() && (dy.scalar_type() == ScalarType::BFloat16 || dy.scalar_type() == ScalarType::Half),
+                  "gated_silu_backward_ladder writes codes over a matrix of 16 bits");
+  LadderResults made(gate_up, rows, columns, op, dy);
   const bool read = dy.scalar_type() == ScalarType::BFloat16 && gate_up.scalar_type() == ScalarType::BFloat16;
   const auto from = [&](Bf16* dx) { return GatedRows{{}, data_of<Bf16>(dy), data_of<Bf16>(gate_up), dx}; };
   if (!read || !aligned(dy.const_data_ptr(), 16) || !rows_fit(made.call, shared_of(from(nullptr), columns), op.by)) {
     const Tensor dx = std::get<0>(gated_silu_backward(dy, gate_up));
     const auto [codes, scale] = folded(dx, std::nullopt, false, op);
-    return {dx, codes, scale};
+    cudaMemcpyAsync(made.call.codes, codes.const_data_ptr(), rows * columns, cudaMemcpyDeviceToDevice, made.call.stream);
+    return {dx, scale};
   }
   const Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
   launch_rows(made.call, from(mutable_data_of<Bf16>(dx)));
   check_launch("gated_silu_backward_ladder");
-  return {dx, made.codes, made.scale};
+  return {dx, made.scale};
 }
 
 // The gradient of queries, keys and values, turned back, and its codes, in one kernel where it fits.

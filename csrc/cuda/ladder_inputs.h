@@ -44,6 +44,7 @@ struct StoredRows : WithoutTable {
 };
 
 // Rows of the gradient of SwiGLU (gated.cu), computed here and written to dx. A pair of elements is one gate and one up.
+// Codes of a row may be written over its dy, which a warp has read for the same bytes.
 struct GatedRows : WithoutTable {
   static constexpr int own = CHUNKS<Bf16, ROW>, chunks = own + CHUNKS<Bf16, ROW / 2>;
   const Bf16 *dy, *gate_up;

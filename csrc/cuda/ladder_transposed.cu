@@ -44,15 +44,28 @@ struct RotatedTile {
   uint32_t amax[TILE_BLOCKS];
 };
 
-// power: `is_power`.
-template <typename In, int rotation>
+// Values of E4M3 codes to which pairs of BF16 are rounded, as halves without the scale if it is a power of two, else in
+// BF16.
+__device__ __forceinline__ void round_pairs(uint32_t (&pairs)[HELD / 2], float scale, bool power) {
+  const float inverse = 1.0f / scale;
+#pragma unroll
+  for (int i = 0; i < HELD / 2; ++i) {
+    const float low = bits_float(pairs[i] << 16) * inverse, high = bits_float(pairs[i] & 0xffff0000u) * inverse;
+    const uint32_t codes = __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+    pairs[i] = power ? coded_halves(codes) : decoded_pair(codes, scale);
+  }
+}
+
+// rounds: BF16 is first rounded to E4M3. power: `is_power`.
+template <typename In, int rotation, bool rounds>
 __device__ __forceinline__ void rotate_tile(RotatedTile<rotation>& made, uint8_t* stage, uint8_t* own,
                                             const GivenScale& given, bool power, const uint32_t* signs, int gain) {
   uint32_t pairs[HELD / 2];
-  const bool halves = rotation > 0 && sizeof(In) == 1 && power;
-  if (halves) Tiles::take_codes(pairs, stage, own);
+  constexpr bool coded = sizeof(In) == 1 || rounds;
+  if (rotation > 0 && sizeof(In) == 1 && power) Tiles::take_codes(pairs, stage, own);
   else Tiles::take_pairs<In>(pairs, stage, own, given);
-  if constexpr (rotation > 0 && sizeof(In) == 1) {
+  if constexpr (rounds) round_pairs(pairs, *given.scale, power);
+  if constexpr (rotation > 0 && coded) {
     __half2 h[HELD / 2];
     const int shift = power ? enlarge_halves<HELD>(pairs, signs, *given.scale, h) : enlarge<HELD>(pairs, signs, h);
     made.values = rotated<HELD>(h, gain - shift);
@@ -180,8 +193,8 @@ __device__ __forceinline__ void emit_tile(const RotatedTile<rotation>& tile, con
   }
 }
 
-// drawn: the number of tiles that blocks have drawn. emits: otherwise only column_amax is written.
-template <typename In, int rotation, bool corrected>
+// drawn: the number of tiles that blocks have drawn. emits: otherwise only column_amax is written. rounds: to E4M3 first.
+template <typename In, int rotation, bool corrected, bool rounds>
 __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
     column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, int span,
                   ColumnAmax column_amax, uint32_t* __restrict__ drawn, RowLeft left, uint8_t* __restrict__ codes,
@@ -195,7 +208,7 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
   if (threadIdx.x == 0) next = column_amax.place_of(atomicAdd(drawn, 1u));
   __syncthreads();
   const uint32_t* signs = signs_of_lane(sign_words, rotation);
-  const bool power = sizeof(In) == 1 && is_power(how);
+  const bool power = (sizeof(In) == 1 || rounds) && is_power(how);
   uint8_t* stage = reinterpret_cast<uint8_t*>(saved) + SAVED_TILE;
   uint8_t* own = stage + Tiles::STAGE<In> + (threadIdx.x >> 5) * LADDER_OWN<In>;
   TileAt at = next, before{0, columns};
@@ -220,7 +233,7 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
       __syncthreads();  // the stage is filled
       const GivenScale given{how.scale, how.scale_step, at.token, rows};
       RotatedTile<rotation> made;
-      rotate_tile<In>(made, stage, own, given, power, signs, how.gain);
+      rotate_tile<In, rotation, rounds>(made, stage, own, given, power, signs, how.gain);
       column_amax.write(made.amax, share_of(at, rows, columns).column, at.token / TOKENS);
       if (emits) exchange<true>(tile, made, saved);
     } else if (emits) {
@@ -241,9 +254,9 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
 constexpr int64_t COUNTERS = 8;  // 16 bytes before column_amax, in units of these, for the numbers of drawn tiles
 int64_t amax_pitch(int64_t rows) { return ceil_div(ceil_div(rows, TOKENS), 8) * 8; }
 
-template <typename In, int rotation>
+template <typename In, int rotation, bool rounds = false>
 void launch_all(const LadderCall& call) {
-  const auto kernel = call.corrected ? column_ladder<In, rotation, true> : column_ladder<In, rotation, false>;
+  const auto kernel = call.corrected ? column_ladder<In, rotation, true, rounds> : column_ladder<In, rotation, false, rounds>;
   const int64_t down = ceil_div(call.rows, TOKENS), tiles = down * ceil_div(call.columns, COLUMNS);
   const int64_t blocks = resident_blocks(kernel, 32 * WARPS, LADDER_SHARED<In>, tiles, call.device);
   const int pitch = static_cast<int>(amax_pitch(call.rows));
@@ -267,6 +280,9 @@ int64_t column_amax_size(int64_t rows, int64_t columns) {
 
 template <typename In>
 void launch_ladder_transposed(const LadderCall& call) {
+  if constexpr (sizeof(In) == 2) {
+    if (call.how.scale != nullptr) return launch_all<In, HALF_ROTATION, true>(call);
+  }
   call.rotation == 0 ? launch_all<In, 0>(call) : launch_all<In, HALF_ROTATION>(call);
 }
 

@@ -135,10 +135,16 @@ __device__ __forceinline__ void make_tables(Tables& tables, const Rotation& how)
   __syncthreads();
 }
 
+// Two E4M3 codes as halves.
+__device__ __forceinline__ uint32_t coded_halves(uint32_t codes) {
+  const __half2 both = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3));
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+
 // Decodes two E4M3 codes with a scale to BF16.
 __device__ __forceinline__ uint32_t decoded_pair(uint32_t codes, float scale) {
-  const __half2 both = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3));
-  const float2 v = __half22float2(both);
+  const uint32_t halves = coded_halves(codes);
+  const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&halves));
   const __nv_bfloat162 made = __floats2bfloat162_rn(v.x * scale, v.y * scale);
   return *reinterpret_cast<const uint32_t*>(&made);
 }

@@ -113,17 +113,13 @@ struct ColumnTiles {
   // Decodes the warp's 8 columns of a token from E4M3 to halves, without a scale.
   static __device__ __forceinline__ void take_codes(uint32_t (&pairs)[HELD / 2], const uint8_t* stage, uint8_t* own) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const auto halves = [](uint32_t codes) {
-      const __half2 both = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3));
-      return *reinterpret_cast<const uint32_t*>(&both);
-    };
 #pragma unroll
     for (int i = 0; i < TOKENS / 32; ++i) {
       const int token = i * 32 + lane;
       const uint2 codes = *reinterpret_cast<const uint2*>(stage + place<Code8>(token, warp) * 8);
       *reinterpret_cast<uint4*>(decoded_at(own, token)) =
-          make_uint4(halves(codes.x & 0xffffu), halves(codes.x >> 16),
-                     halves(codes.y & 0xffffu), halves(codes.y >> 16));
+          make_uint4(coded_halves(codes.x & 0xffffu), coded_halves(codes.x >> 16),
+                     coded_halves(codes.y & 0xffffu), coded_halves(codes.y >> 16));
     }
     __syncwarp();
     turn<8 * 16>(pairs, decoded_at(own, first_token()));

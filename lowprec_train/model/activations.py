@@ -178,8 +178,10 @@ class _GatedSiLUWithCodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
         gate_up, signs = ctx.saved_tensors
-        made = torch.ops.lowprec.gated_silu_backward_ladder(dy.contiguous(), gate_up, signs, *ctx.how)
-        return *made, None, *[None] * len(ctx.how)
+        # The op writes codes over dy. A compiled graph copies it first if something else reads it.
+        dy = dy.contiguous() if torch.compiler.is_compiling() else dy.clone(memory_format=torch.contiguous_format)
+        dx, scale = torch.ops.lowprec.gated_silu_backward_ladder(dy, gate_up, signs, *ctx.how)
+        return dx, dy.view(torch.float8_e4m3fn), scale, None, *[None] * len(ctx.how)
 
 
 class _QuantizedNorm(torch.autograd.Function):

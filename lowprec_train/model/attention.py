@@ -58,7 +58,7 @@ class Attention(nn.Module):
         widths = kv_heads * (self.queries + 2) * self.head_dim
         self.qkv = Linear(dim, widths, bias=bias if qkv_bias is None else qkv_bias)
         self.out = Linear(heads * self.head_dim, dim, bias=bias)
-        self.out.compiled_x = False  # but a result of an attention kernel
+        self.out.compiled_x, self.out.x_is_saved = False, True  # a result of an attention kernel, which saves it
 
     def forward(
         self,

@@ -51,7 +51,7 @@ def _gated_silu_backward_ladder() -> Cases:
     for name, rows, width, rotation, dtype, candidates in (
         ("rotated", 40, 320, 128, torch.bfloat16, "mse"),
         ("not rotated", 7, 24, 0, torch.bfloat16, "mse"),
-        ("FP32", 5, 64, 128, torch.float32, "mse"),
+        ("FP16", 5, 64, 128, torch.float16, "mse"),
         ("rotations of 32", 5, 64, 32, torch.bfloat16, "mse"),
         ("one scale", 5, 64, 128, torch.bfloat16, "none"),
     ):

@@ -201,7 +201,7 @@ def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
 
 
 def _gated_silu_backward_ladder(dy, gate_up, *_):  # type: ignore[no-untyped-def]
-    return dy.new_empty(gate_up.shape), *_rotate_fold_ladder(gate_up, None, False)
+    return dy.new_empty(gate_up.shape), _rotate_fold_ladder(gate_up, None, False)[1]
 
 
 def _rotary_backward(dq, dk, dv, cos, sin):  # type: ignore[no-untyped-def]

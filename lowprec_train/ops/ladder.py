@@ -249,10 +249,15 @@ def rotate_fold_ladder(  # type: ignore[no-untyped-def]
     x, scale, transposed, signs, rotation, gain, tile, candidates, exponent_span, corrected, after=None
 ):
     """Rotate, round and fold x [m, k] or its transpose in one op. With `scale` ([1, 1] or [m, 1]) x is E4M3 codes,
-    which are first decoded to BF16. signs: seed of the rotation's signs; rotation: its block size, 0 for none; gain: as
-    for `hadamard_half`. corrected: multiply row scales by their factor.
+    which are first decoded to BF16, or values, which are first rounded to such codes under one scale. signs: seed of
+    the rotation's signs; rotation: its block size, 0 for none; gain: as for `hadamard_half`. corrected: multiply row
+    scales by their factor. Raises ValueError for values and several scales.
     """
     if scale is not None:
+        if x.dtype != torch.float8_e4m3fn:
+            if scale.numel() != 1:
+                raise ValueError(f"values are rounded to E4M3 under one scale, not {scale.numel()}")
+            x = encode(x.float() * divide(torch.ones_like(scale), scale), E4M3)
         x = (to_float(x) * scale).to(torch.bfloat16)
     x = x.t().contiguous() if transposed else x
     x = hadamard_half(x, signs, rotation, gain) if rotation else x

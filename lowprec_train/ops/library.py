@@ -117,9 +117,15 @@ def _saved_codes(x, format, tile, scale_rule, headroom, exponent_span):  # type:
 
 
 def _gated_silu_backward_ladder(dy, gate_up, signs, rotation, gain, tile, candidates, exponent_span, corrected):  # type: ignore[no-untyped-def]
-    """Return dx of `gated_silu_backward`, and of it the codes and scales [m, 1] of `rotate_fold_ladder`."""
+    """Return dx of `gated_silu_backward` and the scales [m, 1] of its codes by `rotate_fold_ladder`. The codes [m, 2 F]
+    are written over dy [m, F], which has as many bytes if its dtype has 16 bits. Raises ValueError for others.
+    """
+    if dy.element_size() != 2 or not dy.is_contiguous():
+        raise ValueError(f"gated_silu_backward_ladder writes codes over a matrix of 16 bits, not {dy.dtype}")
     dx, _ = torch.ops.lowprec.gated_silu_backward(dy, gate_up)
-    return dx, *_row_codes(dx, signs, rotation, gain, tile, candidates, exponent_span, corrected)
+    codes, scale = _row_codes(dx, signs, rotation, gain, tile, candidates, exponent_span, corrected)
+    dy.view(codes.dtype).copy_(codes)
+    return dx, scale
 
 
 def _rotary_backward_ladder(dq, dk, dv, cos, sin, *how):  # type: ignore[no-untyped-def]

@@ -132,8 +132,8 @@ SCHEMAS = {
         " int[2] tile, str candidates, int exponent_span, bool corrected) -> (Tensor dx, Tensor codes, Tensor scale)"
     ),
     "gated_silu_backward_ladder": (
-        "(Tensor dy, Tensor gate_up, Tensor? signs, int rotation, float gain, int[2] tile, str candidates,"
-        " int exponent_span, bool corrected) -> (Tensor dx, Tensor codes, Tensor scale)"
+        "(Tensor(a!) dy, Tensor gate_up, Tensor? signs, int rotation, float gain, int[2] tile, str candidates,"
+        " int exponent_span, bool corrected) -> (Tensor dx, Tensor scale)"
     ),
     "adamw": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] masters,"

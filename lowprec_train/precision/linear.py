@@ -67,6 +67,7 @@ class Linear(nn.Linear):
     weight_amax: amax of the whole tensor-parallel weight (`parallel.weight_amax`); None: it is all-reduced here.
     keeps_x, keeps_w: X or its codes, and the codes of W, are saved although `model.recompute` would recompute them.
     compiled_x: in a compiled model, the kernel that makes x is compiled too, so it can compute its amax.
+    x_is_saved: the op that makes x saves it for its own backward pass (`LinearPlan.rounding_x_again`).
     """
 
     site: int | None
@@ -78,12 +79,13 @@ class Linear(nn.Linear):
     keeps_x: bool
     keeps_w: bool
     compiled_x: bool
+    x_is_saved: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.site = self.draws = self.observer = self.split = self.gathered = self.weight_amax = None
         self.keeps_x = self.keeps_w = False
-        self.compiled_x = True
+        self.compiled_x, self.x_is_saved = True, False
         self.recipe = LinearRecipe()
 
     @property
@@ -137,14 +139,20 @@ class Linear(nn.Linear):
         return self.observer is None, self.gathered is not None and self.gathered.coded
 
     def _plan_key(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
-        return tokens, dtype, device, *self._making, self.split is None, self.keeps_x, self.keeps_w, self.compiled_x
+        flags = self.keeps_x, self.keeps_w, self.compiled_x, self.x_is_saved
+        return tokens, dtype, device, *self._making, self.split is None, *flags
 
     def _compile_plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
         fused, coded = self._making
         plan = compile_plan(
             self.recipe, self.shard_shape, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
         )
-        return replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w, compiled_x=self.compiled_x)
+        return self.placed(plan)
+
+    def placed(self, plan: LinearPlan) -> LinearPlan:
+        """Return the plan with what this layer knows about the ops around it."""
+        plan = replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w, compiled_x=self.compiled_x)
+        return plan.rounding_x_again() if self.x_is_saved else plan
 
     def backend_layer(self) -> BackendLayer:
         """The backend's implementation of this layer; created once per recipe."""
@@ -222,7 +230,7 @@ class Linear(nn.Linear):
         plan = self.plan(rows.shape[0], x.dtype, x.device) if plan is None else plan
         if with_dy in (WithDY.CODES, WithDY.CODES_OR_AMAX):
             other = WithDY.AMAX if with_dy is WithDY.CODES_OR_AMAX else WithDY.NOTHING
-            with_dy = WithDY.CODES if plan.dgrad.a.needs_only_dy else other
+            with_dy = WithDY.CODES if plan.dgrad.a.needs_only_dy and x.dtype.itemsize == 2 else other
         arguments = (plan, self.observer, self.split, amax, self.weight_amax, with_dy, coded, len(seeds))
         out = _LinearFunction.apply(rows, leaf, *arguments, *seeds, *tensors)
         y, *placeholders = out if isinstance(out, tuple) else (out,)

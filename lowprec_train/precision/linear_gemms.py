@@ -115,7 +115,7 @@ class LinearGemms:
         dx: Tensor | None = None
         dw: Tensor | None = None
         if all(needs) and plan.dgrad.a.op is Op.QUANTIZE_BOTH:
-            (b, across), (b_t, down) = self._weight_t(weight, w, dtype, dy), self._input_t(x, dtype)
+            (b, across), (b_t, down) = self._weight_t(weight, w, dtype, dy), self._input_t(x, dtype, dy)
             a, a_t = self._both(plan.dgrad.a, plan.wgrad.a.quantizer, by_token, amax, across, down)
             dx, dw = self._with_row(plan.dgrad, a, b, row, dtype), self._product(plan.wgrad, a_t, b_t, product)
         else:
@@ -146,8 +146,8 @@ class LinearGemms:
             codes, codes_t = self._both(spec, form.quantizer, rest, amax)
         elif spec.quantizer is not None:
             codes = self._rounded(spec, rest, amax=amax)
-        if form.quantizer is None:
-            return codes, residual, SavedOperand(form, (x,))
+        if form.quantizer is None or form.rounded_again:
+            return codes, residual, SavedOperand(form, (x, codes.scale) if form.quantizer and codes else (x,))
         if codes_t is None and later.source is Source.FORWARD:
             folds = later.op is Op.ROTATE_FOLD
             codes_t = self._folded(later, rest) if folds else self._rounded(later, rest.t().contiguous())
@@ -193,7 +193,7 @@ class LinearGemms:
         spec = self.plan.dgrad.b
         if spec.source is Source.FPROP_CODES:
             assert w is not None
-            return self._carriers_t(w, dy) if spec.folded else _without_scale(w.transposed_codes(dy), self.plan.dgrad.a)
+            return self._carriers_t(w, dy) if spec.folded else self.plan.dgrad.a.scale_apart(w.transposed_codes(dy))
         matrix = cast(weight if w is None or w.form.scale_only else w.codes().dequantize(dtype), dtype)
         if spec.op is Op.ROTATE_FOLD:
             return self._folded(spec, matrix, after=dy if weight.dtype == dtype else None), None
@@ -208,16 +208,18 @@ class LinearGemms:
             folded, scale = torch.ops.lowprec.dequantize(folded, scale / whole).to(folded.dtype), whole
         return Quantized(torch.ops.lowprec.transpose(folded, dy), torch.ones_like(scale[:1])), scale.t()
 
-    def _input_t(self, x: SavedOperand, dtype: torch.dtype) -> tuple[Tensor | Quantized, Factor]:
-        """Return X^T [k, m] or its codes, and their row scales if these are multiplied into dY^T."""
+    def _input_t(self, x: SavedOperand, dtype: torch.dtype, dy: Tensor) -> tuple[Tensor | Quantized, Factor]:
+        """Return X^T [k, m] or its codes, and their row scales if these are multiplied into dY^T. dy: not read."""
         spec, plain = self.plan.wgrad.b, x.form.quantizer is None
         if spec.source is Source.FORWARD:
             return x.codes(), None
         if spec.source is Source.FPROP_CODES:
-            return _without_scale(x.transposed_codes(), self.plan.wgrad.a)
+            return self.plan.wgrad.a.scale_apart(x.transposed_codes())
         if spec.op is Op.ROTATE_FOLD:
             if plain:
                 return self._folded(spec, x.tensors[0]), None
+            if x.form.rounded_again:
+                return self._folded(spec, x.tensors[0], x.tensors[1], after=dy), None
             codes = x.codes()
             return self._folded(spec, codes.codes, codes.scale), None
         matrix = x.tensors[0] if plain else cast(x.codes().dequantize(dtype), dtype)
@@ -242,7 +244,7 @@ class LinearGemms:
         wgrad = self.plan.wgrad
         if wgrad.path is Path.BF16 and x.form.quantizer is None:  # bit-equal to nn.Linear's backward
             return cast(dy.t() @ x.tensors[0], product or torch.float32)
-        b, factor = self._input_t(x, dtype)
+        b, factor = self._input_t(x, dtype, dy)
         return self._product(wgrad, codes.t() if codes else self._gradient(wgrad.a, dy, factor), b, product)
 
     def _gradient(self, spec: OperandPlan, dy: Tensor, factor: Factor) -> Tensor | Quantized:
@@ -392,9 +394,3 @@ class LinearGemms:
                 "a stochastic recipe needs draws: call forward(x, draws=...), or attach_draws(model, draws) first"
             )
         return self.draws
-
-
-def _without_scale(codes: Quantized, other: OperandPlan) -> tuple[Quantized, Factor]:
-    """Return the codes and, if the scale [1, k] is multiplied into the other operand, this scale separately."""
-    alone = Quantized(codes.codes, torch.ones_like(codes.scale[:, :1])) if other.scaled else codes
-    return alone, codes.scale if other.scaled else None

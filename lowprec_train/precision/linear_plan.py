@@ -7,13 +7,15 @@ the op that produces it, the path of each GEMM, and the form in which X and W ar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
-from lowprec_train.numerics.quantizer import OWN_OPS, Quantizer, ScaleRule
+from lowprec_train.numerics.formats import E4M3, NEAREST
+from lowprec_train.numerics.quantizer import OWN_OPS, POWERS_OF_TWO, Quantized, Quantizer, ScaleRule
 from lowprec_train.precision.estimators import Estimator, StraightThrough
 from lowprec_train.precision.gemm import Codes
 from lowprec_train.precision.gemm_path import Path
@@ -107,6 +109,12 @@ class OperandPlan:
     def transposed(self) -> bool:
         """True for W^T, dY^T and X^T."""
         return self.gemm is Gemms.WGRAD or (self.gemm is Gemms.DGRAD and self.operand is Operand.B)
+
+    def scale_apart(self, other: Quantized) -> tuple[Quantized, Tensor | None]:
+        """Return codes of the other operand and, if this one is multiplied by their scale [1, k], the scale apart."""
+        if not self.scaled:
+            return other, None
+        return Quantized(other.codes, torch.ones_like(other.scale[:, :1])), other.scale
 
     def token_origin(self, draws: SiteDraws) -> Tensor | None:
         """Return the global position of the first token: a row of X and dY, a column of dY^T and X^T; None for W."""
@@ -224,6 +232,17 @@ class LinearPlan:
     def compiles(self, operand: OperandPlan) -> bool:
         """Return whether, in a compiled graph, the kernel that makes the operand's matrix may be compiled too."""
         return operand.operand is Operand.A and (self.compiled_x or operand.name != "X")
+
+    def rounding_x_again(self) -> LinearPlan:
+        """Return the plan for an X that the op before saves for its own backward pass: instead of codes of E4M3 under a
+        power of two it saves X, which takes no memory of its own, if the op that makes X^T can round it again.
+        """
+        x, x_t, q = self.fprop.a, self.wgrad.b, self.saved_x.quantizer
+        ladder = x_t.quantizer is not None and x_t.quantizer.scale is ScaleRule.LADDER and x_t.op is Op.ROTATE_FOLD
+        if not ladder or not self.saved_x.plain_codes or not x.needs_only_amax or q is None or q != x.quantizer:
+            return self
+        again = q.format is E4M3 and q.rounding is NEAREST and q.scale in POWERS_OF_TWO
+        return replace(self, saved_x=replace(self.saved_x, rounded_again=True)) if again else self
 
     def gemms(self) -> dict[str, GemmPlan]:
         """Return the three GEMMs by name."""

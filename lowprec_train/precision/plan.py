@@ -92,7 +92,8 @@ class _Compiler:
             x = replace(x, amax_from=self.producer)
         if dim != 1 and dy.op is Op.QUANTIZE_BOTH and _whole(dy.quantizer, dy_t.quantizer) and not changed:
             dy = replace(dy, amax_from=dy.op_with_amax(self.consumer))
-        dy = replace(dy, codes_from=dy.op_with_codes(self.consumer))
+        if self.dtype.itemsize == 2:
+            dy = replace(dy, codes_from=dy.op_with_codes(self.consumer))
         return LinearPlan(
             shape=self.whole_shape,
             fprop=self.gemm(self.recipe.fprop, x, w),

@@ -22,7 +22,8 @@ class SavedForm:
 
     quantizer: None if the matrix is saved unquantised. transposed: codes of the transposed matrix. packed: two E2M1
     codes a byte. folded: FOLD3's FP8 carriers under a scale per row; if also packed, E2M1 codes and E4M3 block scales.
-    residual: includes the clamped outliers. scale_only: only the scale, for an estimator.
+    residual: includes the clamped outliers. scale_only: only the scale, for an estimator. rounded_again: the matrix
+    itself, which the op that made it saves too, and the scale of its codes, for wgrad's op to round it again.
     """
 
     quantizer: Quantizer | None = None
@@ -31,6 +32,7 @@ class SavedForm:
     folded: bool = False
     residual: bool = False
     scale_only: bool = False
+    rounded_again: bool = False
 
     @property
     def two_level(self) -> bool:
@@ -45,6 +47,12 @@ class SavedForm:
         return 2 + self.two_level + 2 * self.residual + self.split_carriers
 
     @property
+    def plain_codes(self) -> bool:
+        """True if codes are saved as the op that rounds the untransposed matrix makes them, under one FP32 scale."""
+        other = self.transposed or self.packed or self.folded or self.residual or self.scale_only or self.two_level
+        return self.quantizer is not None and not other
+
+    @property
     def split_carriers(self) -> bool:
         """True when carriers are saved as codes and block scales."""
         return self.folded and self.packed
@@ -52,6 +60,8 @@ class SavedForm:
     def __str__(self) -> str:
         if self.quantizer is None:
             return "as it is"
+        if self.rounded_again:
+            return "as the op before saves it, rounded again"
         what = "scale" if self.scale_only else "packed codes" if self.packed else "codes"
         what += " and scales of blocks" * self.split_carriers
         return what + " of the transpose" * self.transposed + ", outliers" * self.residual
@@ -62,7 +72,7 @@ class SavedOperand:
     """A saved operand.
 
     tensors: the matrix; or codes, the scale or its two levels, then values and columns of the residual. Split carriers:
-    codes, block scales, row scales.
+    codes, block scales, row scales. Rounded again: the matrix and the scale.
     """
 
     form: SavedForm
@@ -87,7 +97,7 @@ class SavedOperand:
     def codes(self) -> Quantized:
         """The codes, unpacked."""
         quantizer = self.form.quantizer
-        assert quantizer is not None
+        assert quantizer is not None and not self.form.rounded_again
         stored, scale = self.tensors[:2]
         if self.form.split_carriers:
             return Quantized(torch.ops.lowprec.unpack_ladder(stored, scale), self.tensors[2])

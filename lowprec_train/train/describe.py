@@ -121,7 +121,7 @@ class MetaModel:
             weight_format = all_gather_format(
                 recipe, linear.shard_shape, shards=shards, param_all_gather=form, split=cut
             )
-            found[name] = compile_plan(
+            plan = compile_plan(
                 recipe,
                 linear.shard_shape,
                 self.tokens,
@@ -132,6 +132,7 @@ class MetaModel:
                 producer=producers.get(name, ""),
                 consumer=consumers.get(name, "") if linear.bias is None else "",
             )
+            found[name] = linear.placed(plan)
         return found
 
 

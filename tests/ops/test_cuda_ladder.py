@@ -93,18 +93,33 @@ def test_rotations_in_half_precision(kind, block):
 
 @pytest.mark.parametrize("m, f", [(9, 48), (64, 192), (33, 1088), (257, 2056), (16, 11008), (9, 14336), (9, 14400)])
 def test_the_gradient_of_swiglu_and_its_codes_are_those_of_two_ops(m, f):
-    """Rows of up to 28672 columns are in one kernel, wider ones, FP32 and other rotations in several."""
+    """Rows of up to 28672 columns are in one kernel, wider ones, FP16 and other rotations in several."""
     for kind in KINDS:
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float16):
             dy, gate_up = (matrix(kind, m, width, dtype).to(CUDA) for width in (f, 2 * f))
             for rotation in (each for each in (0, 32, 128) if not each or 2 * f % each == 0):
                 how = (SIGNS.to(CUDA) if rotation else None, rotation, 0.125 if rotation else 1.0, (1, 16), "mse", 11)
                 for corrected in (True, False):
                     dx, _ = torch.ops.lowprec.gated_silu_backward(dy, gate_up)
                     want = (dx, *torch.ops.lowprec.rotate_fold_ladder(dx, None, False, *how, corrected))
-                    got = torch.ops.lowprec.gated_silu_backward_ladder(dy, gate_up, *how, corrected)
-                    for a, b in zip(got, want, strict=True):
+                    over = dy.clone()
+                    dx, scale = torch.ops.lowprec.gated_silu_backward_ladder(over, gate_up, *how, corrected)
+                    for a, b in zip((dx, over.view(torch.float8_e4m3fn), scale), want, strict=True):
                         assert_same(a, b.cpu())
+
+
+@ways
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_are_rounded_to_e4m3_first(kind, transposed):
+    """Columns of BF16 under a rotation of 128 in one kernel, others in two."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for m, k in ((256, 256), (384, 1152), (640, 96)):
+            x = matrix(kind, m, k, dtype)
+            _, scale = torch.ops.lowprec.quantize(x, "E4M3", (-1, -1), "POW2", 1.0, 0, "nearest", None, None)
+            for given in (scale, torch.tensor([[0.3]]), torch.tensor([[2.0**-120]]), torch.tensor([[torch.inf]])):
+                for rotation in (0, 32, 128):
+                    if not rotation or (m if transposed else k) % rotation == 0:
+                        check(x, given, transposed, rotation, "mse", 11, True)
 
 
 @ways
