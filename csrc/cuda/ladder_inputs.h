@@ -117,29 +117,49 @@ struct RotaryRows {
     }
   }
 
+  // A thread turns 16 columns of a head's lower half with those of its upper half, in the warp's stage.
   __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int columns, uint4* stage,
                                        const uint4* heads, const LadderInput&) const {
-    const int lane = threadIdx.x & 31, column = (threadIdx.x >> 5) * 32 * ROW + lane * ROW;
-    const int apart = 1 << (bits - 6), part = lane & (apart - 1);  // threads from one half of a head to the other
-    const bool turned = reinterpret_cast<const HeadAt*>(heads)[column < columns ? column >> bits : 0].turned;
-    const uint32_t flip = lane & apart ? 0x80008000u : 0u;
-    const float4* angles = reinterpret_cast<const float4*>(stage + 32 * own);
-    take_pairs<Bf16, ROW>(pairs, stage, 1.0f);
+    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 32 * ROW, column = first + lane * ROW;
+    const int lanes = 1 << (bits - 5), part = lane & (lanes - 1);
+    if (reinterpret_cast<const HeadAt*>(heads)[column < columns ? column >> bits : 0].turned) {
+      const float4* angles = reinterpret_cast<const float4*>(stage + 32 * own);
 #pragma unroll
-    for (int i = 0; i < ROW / 4; ++i) {
-      const float4 c = angles[spread(part * 8 + i)], s = angles[spread((apart + part) * 8 + i)];
-      const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+      for (int n = 0; n < 2; ++n) {
+        const int chunk = 2 * part + n, across = chunk + 2 * lanes;  // of eight columns, in the head
+        uint4* at[2] = {stage + swizzled<own>(lane - part + chunk / own, chunk % own),
+                        stage + swizzled<own>(lane - part + across / own, across % own)};
+        const uint4 old[2] = {*at[0], *at[1]};
+        const uint32_t lows[4] = {old[0].x, old[0].y, old[0].z, old[0].w}, highs[4] = {old[1].x, old[1].y, old[1].z, old[1].w};
+        uint32_t made[2][4];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t mine = pairs[2 * i + j], other = __shfl_xor_sync(0xffffffffu, mine, apart) ^ flip;
-        const float low = bits_float(mine << 16) * cosine[2 * j] + bits_float(other << 16) * sine[2 * j];
-        const float high = bits_float(mine & 0xffff0000u) * cosine[2 * j + 1] +
-                           bits_float(other & 0xffff0000u) * sine[2 * j + 1];
-        const uint32_t made = bits_of_pair(__float22bfloat162_rn(make_float2(low, high)));
-        pairs[2 * i + j] = turned ? made : mine;
+        for (int i = 0; i < 2; ++i) {
+          const float4 c = angles[spread(2 * chunk + i)], s = angles[spread(4 * lanes + 2 * chunk + i)];
+          turn(lows[2 * i], highs[2 * i], c.x, c.y, s.x, s.y, made[0][2 * i], made[1][2 * i]);
+          turn(lows[2 * i + 1], highs[2 * i + 1], c.z, c.w, s.z, s.w, made[0][2 * i + 1], made[1][2 * i + 1]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) *at[half] = make_uint4(made[half][0], made[half][1], made[half][2], made[half][3]);
       }
     }
-    write_row(pairs, dx + row * columns, columns, stage);
+    __syncwarp();
+    Bf16* out = dx + row * columns + first;
+#pragma unroll
+    for (int j = 0; j < own; ++j) {
+      const int piece = j * 32 + lane;
+      const uint4 of = stage[swizzled<own>(piece / own, piece % own)];
+      if (first + piece * 8 < columns) *reinterpret_cast<uint4*>(out + piece * 8) = of;
+    }
+    take_pairs<Bf16, ROW>(pairs, stage, 1.0f);
+  }
+
+  // Two pairs of a column of the lower half and one of the upper.
+  __device__ static __forceinline__ void turn(uint32_t low, uint32_t high, float c0, float c1, float s0, float s1,
+                                              uint32_t& new_low, uint32_t& new_high) {
+    const float l0 = bits_float(low << 16), l1 = bits_float(low & 0xffff0000u);
+    const float h0 = bits_float(high << 16), h1 = bits_float(high & 0xffff0000u);
+    new_low = bits_of_pair(__float22bfloat162_rn(make_float2(l0 * c0 + h0 * s0, l1 * c1 + h1 * s1)));
+    new_high = bits_of_pair(__float22bfloat162_rn(make_float2(h0 * c0 - l0 * s0, h1 * c1 - l1 * s1)));
   }
 };
 

@@ -35,6 +35,12 @@ def _backward(name: str, op: str, *of_matrix: int) -> Case:
     return Case(name=name, op=f"{op}_backward", inputs=inputs, call=lambda *a: call(*a, *KEPT), shapes=("ffn",))
 
 
+def _gradients_of_heads(m: int, k: int, device: torch.device) -> Inputs:
+    """Gradients of queries, keys and values of k columns, and angles of m tokens."""
+    parts = (torch.randn(m, k, device=device, dtype=torch.bfloat16) for _ in range(3))
+    return *parts, *torch.rand(2, m, 64, device=device).unbind()
+
+
 def _weighted(m: int, k: int, device: torch.device) -> Inputs:
     return torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.ones(k, device=device)
 
@@ -94,6 +100,21 @@ def producers() -> Iterator[Case]:
         inputs=_half_and_whole,
         call=lambda dy, x: ops.gated_silu_backward_ladder(dy.clone(), x, *ladder),
         shapes=ffn,
+    )
+
+    yield Case(
+        name="heads of 128",
+        op="rotary_backward",
+        inputs=_gradients_of_heads,
+        call=lambda *of: ops.rotary_backward(*of),
+        shapes=hidden,
+    )
+    yield Case(
+        name="heads of 128, with rotated FOLD3 codes",
+        op="rotary_backward_ladder",
+        inputs=_gradients_of_heads,
+        call=lambda *of: ops.rotary_backward_ladder(*of, *ladder),
+        shapes=hidden,
     )
 
     def norm(x: Tensor, weight: Tensor) -> Any:
