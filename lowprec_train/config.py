@@ -45,6 +45,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "max_nonfinite_steps": "when to stop, not how to train",
     "gc_interval": "when Python frees objects",
     "model.recompute": "recomputed activations have the same bits",
+    "model.recompute_layers": "the same",
     "model.full_recompute_layers": "the same",
     "optim.offload": "a copy of a state has the same bits",
     "model.offload": "a copy of an activation has the same bits",
@@ -60,7 +61,13 @@ LAUNCH_FACTS: dict[str, str] = {
 resume=extend is given.
 `micro_batch` is a training key: a scale per tensor spans a micro-batch.
 """
-LAUNCHED: dict[str, Any] = {"recompute": "none", "full_recompute_layers": 0, "offload": False, "loss_chunk": None}
+LAUNCHED: dict[str, Any] = {
+    "recompute": "none",
+    "recompute_layers": None,
+    "full_recompute_layers": 0,
+    "offload": False,
+    "loss_chunk": None,
+}
 """Fields of `model` that are no sizes."""
 PLACES = ("data.train", "data.valid", "data.root", "data.tokenizer")
 """Keys with the paths of data. The corpus hash identifies the data, and a run continues wherever the data is stored.
@@ -120,6 +127,7 @@ class ModelConfig:
     rope_scaling: Any = None  # a mapping, or null; Hydra cannot override null in a typed one
     norm_eps: float = 1e-5
     recompute: str = "none"
+    recompute_layers: int | None = None
     full_recompute_layers: int = 0
     offload: bool = False
     loss_chunk: int | None = None

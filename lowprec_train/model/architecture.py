@@ -26,12 +26,14 @@ class Architecture:
     rope_theta: base of the rotary frequencies; unused when positions are learned.
     rope_scaling: scaling of these frequencies, see `layers.scaled_frequencies`; None: none.
     recompute: "none" | "norms" | "selective" | "full", see `model.recompute`.
-    full_recompute_layers: the first N blocks are recomputed as with "full", the others as `recompute` says.
+    recompute_layers: `recompute` is for the first N blocks alone; None: for all.
+    full_recompute_layers: the first N blocks are recomputed as with "full", the others as the above say.
     offload: keep inputs of blocks in host memory between the passes, see `model.offload`; needs recompute "full".
     loss_chunk: number of tokens whose logits exist at a time, see `model.head`; None: all of a micro-batch.
 
-    Raises ValueError for sizes that do not divide, for offload without recompute "full", for full_recompute_layers
-    beyond the number of blocks, and for a loss_chunk, rope_theta or norm_eps that is not a positive number.
+    Raises ValueError for sizes that do not divide, for offload without recompute "full" in all blocks, for
+    recompute_layers and full_recompute_layers beyond the number of blocks, and for a loss_chunk, rope_theta or norm_eps
+    that is not a positive number.
     """
 
     vocab_size: int
@@ -55,6 +57,7 @@ class Architecture:
     rope_scaling: Mapping[str, Any] | None = None
     norm_eps: float = 1e-5
     recompute: str = "none"
+    recompute_layers: int | None = None
     full_recompute_layers: int = 0
     offload: bool = False
     loss_chunk: int | None = None
@@ -64,11 +67,15 @@ class Architecture:
             raise ValueError(
                 f"model.offload=true needs model.recompute=full, not {self.recompute}: only block inputs are offloaded"
             )
-        if not 0 <= self.full_recompute_layers <= self.layers:
+        if self.offload and self.recompute_layers is not None:
             raise ValueError(
-                f"model.full_recompute_layers={self.full_recompute_layers} must be between 0 and the {self.layers} "
-                "blocks of the model"
+                f"model.recompute_layers={self.recompute_layers} cannot be used with model.offload=true, which needs "
+                "model.recompute=full in all blocks"
             )
+        for name in ("recompute_layers", "full_recompute_layers"):
+            blocks = getattr(self, name)
+            if blocks is not None and not 0 <= blocks <= self.layers:
+                raise ValueError(f"model.{name}={blocks} must be between 0 and the {self.layers} blocks of the model")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens above 0, or null")
         for name in ("rope_theta", "norm_eps"):
@@ -86,8 +93,12 @@ class Architecture:
     @property
     def recompute_by_block(self) -> tuple[str, ...]:
         """`recompute` of each block."""
-        whole = self.full_recompute_layers
-        return ("full",) * whole + (self.recompute,) * (self.layers - whole)
+        whole, some = (
+            self.full_recompute_layers,
+            self.layers if self.recompute_layers is None else self.recompute_layers,
+        )
+        middle = max(some - whole, 0)
+        return ("full",) * whole + (self.recompute,) * middle + ("none",) * (self.layers - whole - middle)
 
     @property
     def head_width(self) -> int:

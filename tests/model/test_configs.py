@@ -54,7 +54,7 @@ def test_every_file_is_counted() -> None:
 def test_builds_with_the_published_parameter_count(name: str) -> None:
     config = read(name)
     assert config.pop("name") == name
-    asked = {"full_recompute_layers", "offload", "loss_chunk"}  # for by a run
+    asked = {"recompute_layers", "full_recompute_layers", "offload", "loss_chunk"}  # for by a run
     wanted = {each.name for each in fields(Architecture)} - asked
     assert set(config) == wanted
     with torch.device("meta"):

@@ -111,6 +111,23 @@ def test_the_first_blocks_are_recomputed_as_a_whole(build, batch, others: str) -
         assert all(torch.equal(*pair) for pair in zip(found[whole], found[0], strict=True))
 
 
+def test_some_blocks_are_recomputed(build, batch) -> None:
+    """The first ones, and those that are recomputed as a whole in any case; with the bits of `none`."""
+    found, kept = [], []
+    for some, whole in ((0, 0), (1, 0), (3, 2), (1, 2), (None, 0)):
+        model = build("llama", layers=4, recompute="selective", recompute_layers=some, full_recompute_layers=whole)
+        names = ["full"] * whole + ["selective"] * ((4 if some is None else some) - whole)
+        of_blocks = [block.recompute for block in model.blocks]
+        assert of_blocks == [RECOMPUTE[name] for name in names + ["none"] * (4 - len(names))]
+        with Record() as record:
+            hidden = model.hidden(batch()[0])
+            kept.append(record.kept())
+            hidden.sum().backward()
+        found.append([hidden.detach(), *(grad for _, grad in gradients(model) if grad is not None)])
+    assert kept[0] > kept[1] > kept[4] and kept[3] > kept[2]
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
+
+
 def test_full_recomputation_of_all_blocks_includes_the_first(build) -> None:
     """So that `model.recompute=full` may be given to any run."""
     model = build("llama", recompute="full", full_recompute_layers=1)

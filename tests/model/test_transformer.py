@@ -241,6 +241,8 @@ def test_attention_flops_are_the_causal_half_of_the_products(build) -> None:
         ({"recompute": "some", "full_recompute_layers": 2}, ["some", "none", "selective", "full"]),
         ({"full_recompute_layers": 3}, ["model.full_recompute_layers=3", "2 blocks"]),
         ({"full_recompute_layers": -1}, ["model.full_recompute_layers=-1", "2 blocks"]),
+        ({"recompute_layers": 3}, ["model.recompute_layers=3", "2 blocks"]),
+        ({"recompute": "full", "recompute_layers": 1, "offload": True}, ["model.recompute_layers=1", "in all blocks"]),
     ],
 )
 def test_a_wrong_size_or_choice_is_one_clear_error(build, changes: dict[str, Any], words: list[str]) -> None:

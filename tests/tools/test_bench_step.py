@@ -181,10 +181,11 @@ def test_a_profile_of_nobody_is_refused(capsys):
 
 
 def test_recomputation_is_for_recipes_and_not_for_the_bf16_beside_them():
-    work = replace(WORK, overrides=("model.recompute=norms", "model.full_recompute_layers=1", "model.norm_eps=0.5"))
+    again = ("model.recompute=norms", "model.recompute_layers=2", "model.full_recompute_layers=1")
+    work = replace(WORK, overrides=(*again, "model.norm_eps=0.5"))
     bf16, fp8 = (ours.Ours(name).run(work).model for name in ("bf16", "fp8"))
-    assert (bf16.recompute, bf16.full_recompute_layers, bf16.norm_eps) == ("none", 0, 0.5)
-    assert (fp8.recompute, fp8.full_recompute_layers, fp8.norm_eps) == ("norms", 1, 0.5)
+    assert (bf16.recompute, bf16.recompute_layers, bf16.full_recompute_layers, bf16.norm_eps) == ("none", None, 0, 0.5)
+    assert (fp8.recompute, fp8.recompute_layers, fp8.full_recompute_layers, fp8.norm_eps) == ("norms", 2, 1, 0.5)
 
 
 def test_settings_of_precision_are_for_recipes_and_not_for_the_bf16_beside_them(capsys):

@@ -62,7 +62,7 @@ class Work:
         """This work without changes of `precision` and of recomputation, which are for recipes and not for the BF16
         beside them.
         """
-        ours = re.compile(r"[+~]*(precision[./=@]|precision$|model\.(recompute|full_recompute_layers)=)")
+        ours = re.compile(r"[+~]*(precision[./=@]|precision$|model\.((full_)?recompute_layers|recompute)=)")
         return replace(self, overrides=tuple(each for each in self.overrides if not ours.match(each)))
 
     @property

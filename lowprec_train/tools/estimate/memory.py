@@ -40,7 +40,7 @@ def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
     blocks need no count.
     """
     run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
-    model = replace(run.model, recompute="none", full_recompute_layers=0)
+    model = replace(run.model, recompute="none", recompute_layers=None, full_recompute_layers=0)
     key = (repr((model, run.precision, run.data, run.compile)), subject.phase, subject.sizes.tp, sizes)
     if key not in _RESTS:
         _RESTS[key] = Counter(subject, "none").rest()

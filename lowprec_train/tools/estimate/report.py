@@ -39,6 +39,7 @@ def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = No
         "precision": run.precision.name,
         "comm": str(reduction.codec),
         "recompute": run.model.recompute,
+        "recompute_layers": run.model.recompute_layers,
         "full_recompute_layers": run.model.full_recompute_layers,
         "compiled": subject.compiled,
         "sizes": asdict(subject.sizes) | {"gpus": subject.sizes.processes},
@@ -99,7 +100,7 @@ def text(found: Estimate) -> str:
     axes = ", ".join(f"{axis} {sizes[axis]}" for axis in ("dp_replicate", "dp_shard", "tp"))
     lines = [
         f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters, precision {found['precision']}, gradients "
-        f"{found['comm']}, recompute {found['recompute']}{_whole(found['full_recompute_layers'])}",
+        f"{found['comm']}, recompute {found['recompute']}{_blocks(found)}",
         f"{sizes['gpus']} GPUs: {axes}; {found['micro_batches']} micro-batches of {found['micro_batch_tokens']:,} "
         f"tokens a step and rank, {found['tokens_per_step']:,} tokens a step",
         "",
@@ -139,8 +140,10 @@ def _host(found: Mapping[str, int]) -> list[str]:
     return [f"  pinned memory of the host: {pinned:,.3f} GiB; {link:,.3f} GB a step cross the link in each direction"]
 
 
-def _whole(blocks: int) -> str:
-    return f" (full in the first {blocks} blocks)" if blocks else ""
+def _blocks(found: Mapping[str, Any]) -> str:
+    some, whole = found["recompute_layers"], found["full_recompute_layers"]
+    text = "" if some is None else f" in the first {some} blocks"
+    return text + (f" (full in the first {whole} blocks)" if whole else "")
 
 
 def _rows(values: Mapping[str, Any], unit: float, name: str) -> list[str]:

@@ -288,7 +288,7 @@ class Subject:
     def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:
         alone = replace(self.run.model, offload=False)
         if recompute is not None:
-            alone = replace(alone, recompute=recompute, full_recompute_layers=0)
+            alone = replace(alone, recompute=recompute, recompute_layers=None, full_recompute_layers=0)
         laid_out = build.layout(replace(self.run, model=alone))
         model, cuts = laid_out.model, {}
         if self.sizes.tp > 1:

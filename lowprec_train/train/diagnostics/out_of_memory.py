@@ -17,8 +17,7 @@ HOST_SIGNS = re.compile(r"can't allocate memory", re.IGNORECASE)
 REQUESTED = re.compile(r"[Tt]ried to allocate (([\d.]+) (\w+))")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 ADVICE = (
-    "Try a smaller micro_batch, model.recompute=norms, selective or full (or model.full_recompute_layers=N, for some "
-    "blocks), "
+    "Try a smaller micro_batch, model.recompute=norms, selective or full (in some blocks: model.recompute_layers=N), "
     "optimizer states in codes (optim=adamw_coat), "
     "saved activations in codes (precision/saved_activations=coat), or more processes (docs/parallelism.md); "
     "`lowprec estimate` predicts what a configuration needs"
