@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(THREADS)
 RotaryShape rotary_shape(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& cosines, const Tensor& sines) {
   const int64_t rows = rows_of(dq), head = 2 * cosines.size(1), tokens = cosines.size(0);
   const int64_t groups = head > 0 ? dk.size(1) / head : 0, queries = groups > 0 ? dq.size(1) / dk.size(1) : 0;
-  STD_TORCH_CHECK(groups > 0 && dk.size(1) == groups * head && dv.size(1) == dk.size(1) &&
+  STD_TORCH_CHECK(tokens > 0 && groups > 0 && dk.size(1) == groups * head && dv.size(1) == dk.size(1) &&
                       dq.size(1) == queries * dk.size(1) && dk.size(0) == rows && dv.size(0) == rows,
                   "rotary_backward: dq [", rows, ", ", dq.size(1), "], dk [", dk.size(0), ", ", dk.size(1), "], dv [",
-                  dv.size(0), ", ", dv.size(1), "] for heads of ", head);
+                  dv.size(0), ", ", dv.size(1), "] for heads of ", head, " and ", tokens, " tokens");
   STD_TORCH_CHECK(sines.size(0) == tokens && 2 * sines.size(1) == head && rows % tokens == 0,
                   "rotary_backward: ", rows, " rows for cosines of ", tokens, " tokens and sines of ", sines.size(0));
   STD_TORCH_CHECK(cosines.scalar_type() == ScalarType::Float && sines.scalar_type() == ScalarType::Float,

@@ -34,8 +34,8 @@ def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
 def rotary_shape(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int]:
     """Return H, K, and the number of columns K (G + 2) H. Raises ValueError if shapes do not fit."""
     (tokens, half), (rows, width) = cos.shape, dk.shape
-    fits = cos.shape == sin.shape and dv.shape == dk.shape and dq.shape[0] == rows and rows % tokens == 0
-    if not fits or width % (2 * half) or dq.shape[1] % width:
+    fits = cos.shape == sin.shape and dv.shape == dk.shape and dq.shape[0] == rows and 0 not in (tokens, half, width)
+    if not fits or rows % tokens or width % (2 * half) or dq.shape[1] % width:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("dq", dq), ("dk", dk), ("dv", dv)))
         raise ValueError(f"rotary_backward: {shapes} do not fit cos {list(cos.shape)} and sin {list(sin.shape)}")
     return 2 * half, width // (2 * half), dq.shape[1] + 2 * width

@@ -26,7 +26,17 @@ def test_the_gradient_is_that_of_autograd(sizes, dtype):
     assert torch.equal(dx.view_as(qkv), qkv.grad)
 
 
-@pytest.mark.parametrize("part, cut", [(0, (slice(None), slice(4))), (2, slice(3)), (3, slice(2)), (4, slice(1))])
+@pytest.mark.parametrize(
+    "part, cut",
+    [
+        (0, (slice(None), slice(4))),
+        (2, slice(3)),
+        (3, slice(2)),
+        (4, slice(1)),
+        (3, slice(0)),
+        (1, (slice(None), slice(0))),
+    ],
+)
 def test_shapes_that_do_not_fit_are_an_error(part, cut):
     given = [torch.ones(6, 16), torch.ones(6, 8), torch.ones(6, 8), torch.ones(3, 2), torch.ones(3, 2)]
     given[part] = given[part][cut]
