@@ -321,6 +321,7 @@ std::tuple<Tensor, Tensor> gated_silu_backward_ladder(const Tensor& dy, const Te
     const Tensor dx = std::get<0>(gated_silu_backward(dy, gate_up));
     const auto [codes, scale] = folded(dx, std::nullopt, false, op);
     cudaMemcpyAsync(made.call.codes, codes.const_data_ptr(), rows * columns, cudaMemcpyDeviceToDevice, made.call.stream);
+    check_launch("gated_silu_backward_ladder");
     return {dx, scale};
   }
   const Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
