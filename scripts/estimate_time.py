@@ -30,8 +30,7 @@ from lowprec_train.train.compose import composed
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 SEVEN, SMALL = ("model=llama_7b", "model.layers=8"), ("model=llama_1b3",)
 STEPS = {
-    "step_llama_7b_fold": SEVEN,
-    "step_llama_7b_blocks": SEVEN,
+    "step_llama_7b_rotary_turn": SEVEN,
     "step_llama_7b_8layers": SEVEN,
     "step_llama_1b3": SMALL,
     "step_llama_7b_own_optimizers": SEVEN,
@@ -76,7 +75,7 @@ MISSED = (
     "kernels slow down beside copies, which the estimate does not count. The rate of BF16 GEMMs, attention, the",
     "time between kernels, the encoding of gradients, NVLink, the link to the host and the host's time per kernel and",
     "unit come from profiles of some of these steps; one number each serves all recipes. Nothing was taken from",
-    "step_llama_7b_blocks and step_llama_7b_fold: their kernels were timed alone. The rates of an H100 come from these",
+    "step_llama_7b_rotary_turn: its kernels were timed alone. The rates of an H100 come from these",
     "steps on four of them, so their rows show only that one set of rates serves all. Five of these are further off.",
     "Three have updates in the backward pass, whose time on the host is not counted: two were measured when the host",
     "launched an update and a collective for each matrix, one with one of each for a unit of two blocks. Two were",

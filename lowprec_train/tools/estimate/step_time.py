@@ -165,7 +165,7 @@ class Pass:
             if kind == "rotation" and operand.rotation is None:
                 return (read + CODE) * copy
             codes = operand.name == "X^T" and layer.saved_x.quantizer is not None
-            rows = "plain rows" if operand.rotation is None else "rows"
+            rows = "plain rows" if operand.rotation is None else "rows of a gradient" if operand.codes_from else "rows"
             lines = rows if not operand.transposed else "columns of codes" if codes else "columns"
             return kernels[f"{kind}, {lines}"]
         if operand.op is Op.QUANTIZE_OUTLIERS:
