@@ -330,7 +330,7 @@ std::tuple<Tensor, Tensor> gated_silu_backward_ladder(const Tensor& dy, const Te
   return {dx, made.scale};
 }
 
-// The gradient of queries, keys and values, turned back, and its codes, in one kernel where it fits.
+// The gradient of queries, keys and values, rotated back, and its codes, in one kernel where it fits.
 std::tuple<Tensor, Tensor, Tensor> rotary_backward_ladder(const Tensor& given_dq, const Tensor& given_dk,
                                                           const Tensor& given_dv, const Tensor& given_cosines,
                                                           const Tensor& given_sines, std::optional<Tensor> signs,

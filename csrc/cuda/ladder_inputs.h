@@ -72,7 +72,7 @@ struct GatedRows : WithoutTable {
 // Where a head's gradient is: its first row, the distance of rows, and whether it was rotated.
 struct alignas(16) HeadAt {
   const Bf16* of;
-  int step, turned;
+  int step, rotated;
 };
 
 // Rows of the gradient of queries, keys and values, whose columns are in groups: the query heads of a key-value head, its
@@ -117,12 +117,12 @@ struct RotaryRows {
     }
   }
 
-  // A thread turns 16 columns of a head's lower half with those of its upper half, in the warp's stage.
+  // A thread rotates 16 columns of a head's lower half with those of its upper half, in the warp's stage.
   __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int columns, uint4* stage,
                                        const uint4* heads, const LadderInput&) const {
     const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 32 * ROW, column = first + lane * ROW;
     const int lanes = 1 << (bits - 5), part = lane & (lanes - 1);
-    if (reinterpret_cast<const HeadAt*>(heads)[column < columns ? column >> bits : 0].turned) {
+    if (reinterpret_cast<const HeadAt*>(heads)[column < columns ? column >> bits : 0].rotated) {
       const float4* angles = reinterpret_cast<const float4*>(stage + 32 * own);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -135,8 +135,8 @@ struct RotaryRows {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float4 c = angles[spread(2 * chunk + i)], s = angles[spread(4 * lanes + 2 * chunk + i)];
-          turn(lows[2 * i], highs[2 * i], c.x, c.y, s.x, s.y, made[0][2 * i], made[1][2 * i]);
-          turn(lows[2 * i + 1], highs[2 * i + 1], c.z, c.w, s.z, s.w, made[0][2 * i + 1], made[1][2 * i + 1]);
+          rotate_back(lows[2 * i], highs[2 * i], c.x, c.y, s.x, s.y, made[0][2 * i], made[1][2 * i]);
+          rotate_back(lows[2 * i + 1], highs[2 * i + 1], c.z, c.w, s.z, s.w, made[0][2 * i + 1], made[1][2 * i + 1]);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) *at[half] = make_uint4(made[half][0], made[half][1], made[half][2], made[half][3]);
@@ -154,8 +154,8 @@ struct RotaryRows {
   }
 
   // Two pairs of a column of the lower half and one of the upper.
-  __device__ static __forceinline__ void turn(uint32_t low, uint32_t high, float c0, float c1, float s0, float s1,
-                                              uint32_t& new_low, uint32_t& new_high) {
+  __device__ static __forceinline__ void rotate_back(uint32_t low, uint32_t high, float c0, float c1, float s0,
+                                                     float s1, uint32_t& new_low, uint32_t& new_high) {
     const float l0 = bits_float(low << 16), l1 = bits_float(low & 0xffff0000u);
     const float h0 = bits_float(high << 16), h1 = bits_float(high & 0xffff0000u);
     new_low = bits_of_pair(__float22bfloat162_rn(make_float2(l0 * c0 + h0 * s0, l1 * c1 + h1 * s1)));

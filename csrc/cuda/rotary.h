@@ -1,5 +1,5 @@
-// The gradient of queries, keys and values that a rotary embedding turned (ops/rotary.py): its columns, and the step by
-// step form, which supports every head size and dtype.
+// The gradient of queries, keys and values before a rotary embedding (ops/rotary.py): its columns, and the step by step
+// form, which supports every head size and dtype.
 #pragma once
 
 #include "cuda/launch.h"

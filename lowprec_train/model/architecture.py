@@ -32,8 +32,8 @@ class Architecture:
     loss_chunk: number of tokens whose logits exist at a time, see `model.head`; None: all of a micro-batch.
 
     Raises ValueError for sizes that do not divide, for offload without recompute "full" in all blocks, for
-    recompute_layers and full_recompute_layers beyond the number of blocks, and for a loss_chunk, rope_theta or norm_eps
-    that is not a positive number.
+    recompute_layers without recompute, for recompute_layers and full_recompute_layers beyond the number of blocks, and
+    for a loss_chunk, rope_theta or norm_eps that is not a positive number.
     """
 
     vocab_size: int
@@ -72,6 +72,8 @@ class Architecture:
                 f"model.recompute_layers={self.recompute_layers} cannot be used with model.offload=true, which needs "
                 "model.recompute=full in all blocks"
             )
+        if self.recompute == "none" and self.recompute_layers is not None:
+            raise ValueError(f"model.recompute_layers={self.recompute_layers} needs model.recompute, which is none")
         for name in ("recompute_layers", "full_recompute_layers"):
             blocks = getattr(self, name)
             if blocks is not None and not 0 <= blocks <= self.layers:
@@ -93,10 +95,8 @@ class Architecture:
     @property
     def recompute_by_block(self) -> tuple[str, ...]:
         """`recompute` of each block."""
-        whole, some = (
-            self.full_recompute_layers,
-            self.layers if self.recompute_layers is None else self.recompute_layers,
-        )
+        whole, some = self.full_recompute_layers, self.recompute_layers
+        some = self.layers if some is None else some
         middle = max(some - whole, 0)
         return ("full",) * whole + (self.recompute,) * middle + ("none",) * (self.layers - whole - middle)
 

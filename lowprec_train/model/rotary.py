@@ -38,14 +38,15 @@ def rotated_with_codes(
     codes: from the linear that made `qkv_BTN` (`precision.linear.Linear.with_grad_codes`); the gradients of this
     function are that of the projection, and its codes.
     """
-    signs, *how = codes.signs, *codes.how
     result: tuple[Tensor, ...] = _RotatedWithCodes.apply(
-        qkv_BTN, codes.codes, codes.scale, *angles, queries, head_dim, signs, *how
+        qkv_BTN, codes.codes, codes.scale, *angles, queries, head_dim, codes.signs, *codes.how
     )
     return result
 
 
 class _RotatedWithCodes(torch.autograd.Function):
+    """qkv [B, T, N], placeholders for codes [B T, N] and scales [B T, 1] of its gradient -> q, k, v."""
+
     @staticmethod
     def forward(ctx, qkv_BTN, codes, scale, cos, sin, queries, head_dim, signs, *how):  # type: ignore[no-untyped-def]
         q, k, v = queries_keys_values(qkv_BTN, queries, head_dim)

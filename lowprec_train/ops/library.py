@@ -121,7 +121,8 @@ def _gated_silu_backward_ladder(dy, gate_up, signs, rotation, gain, tile, candid
     are written over dy [m, F], which has as many bytes if its dtype has 16 bits. Raises ValueError for others.
     """
     if dy.element_size() != 2 or not dy.is_contiguous():
-        raise ValueError(f"gated_silu_backward_ladder writes codes over a matrix of 16 bits, not {dy.dtype}")
+        form = f"{dy.dtype} with strides {dy.stride()}"
+        raise ValueError(f"gated_silu_backward_ladder writes codes over a contiguous matrix of 16 bits, not {form}")
     dx, _ = torch.ops.lowprec.gated_silu_backward(dy, gate_up)
     codes, scale = _row_codes(dx, signs, rotation, gain, tile, candidates, exponent_span, corrected)
     dy.view(codes.dtype).copy_(codes)

@@ -1,4 +1,4 @@
-"""The gradient of queries, keys and values that a rotary embedding turned (arXiv 2104.09864).
+"""The gradient of queries, keys and values before a rotary embedding (arXiv 2104.09864).
 
 A head's columns i and i + H/2 are a pair, which was rotated by the angle of its token; its gradient is rotated back.
 The columns of the projection are in groups, one per key-value head: the G query heads that share it, its key, and its
@@ -19,16 +19,15 @@ def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
     """
     head, groups, _ = rotary_shape(dq, dk, dv, cos, sin)
     tokens, half = cos.shape
-    angles = (table.view(1, tokens, 1, 1, half) for table in (cos, sin))
-    cosines, sines = angles
+    cosines, sines = (table.view(1, tokens, 1, 1, half) for table in (cos, sin))
 
-    def turned_back(x: Tensor) -> Tensor:
+    def rotated_back(x: Tensor) -> Tensor:
         low, high = x.view(-1, tokens, groups, x.shape[1] // (groups * head), head).float().chunk(2, dim=-1)
         both = torch.cat((low * cosines + high * sines, high * cosines - low * sines), dim=-1)
         return both.to(x.dtype).flatten(0, 1)
 
     values = dv.view(-1, groups, 1, head)
-    return torch.cat((turned_back(dq), turned_back(dk), values), dim=2).flatten(1)
+    return torch.cat((rotated_back(dq), rotated_back(dk), values), dim=2).flatten(1)
 
 
 def rotary_shape(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int]:

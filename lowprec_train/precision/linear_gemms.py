@@ -146,8 +146,11 @@ class LinearGemms:
             codes, codes_t = self._both(spec, form.quantizer, rest, amax)
         elif spec.quantizer is not None:
             codes = self._rounded(spec, rest, amax=amax)
-        if form.quantizer is None or form.rounded_again:
-            return codes, residual, SavedOperand(form, (x, codes.scale) if form.quantizer and codes else (x,))
+        if form.quantizer is None:
+            return codes, residual, SavedOperand(form, (x,))
+        if form.rounded_again:
+            assert codes is not None
+            return codes, residual, SavedOperand(form, (x, codes.scale))
         if codes_t is None and later.source is Source.FORWARD:
             folds = later.op is Op.ROTATE_FOLD
             codes_t = self._folded(later, rest) if folds else self._rounded(later, rest.t().contiguous())

@@ -241,7 +241,8 @@ def test_attention_flops_are_the_causal_half_of_the_products(build) -> None:
         ({"recompute": "some", "full_recompute_layers": 2}, ["some", "none", "selective", "full"]),
         ({"full_recompute_layers": 3}, ["model.full_recompute_layers=3", "2 blocks"]),
         ({"full_recompute_layers": -1}, ["model.full_recompute_layers=-1", "2 blocks"]),
-        ({"recompute_layers": 3}, ["model.recompute_layers=3", "2 blocks"]),
+        ({"recompute": "norms", "recompute_layers": 3}, ["model.recompute_layers=3", "2 blocks"]),
+        ({"recompute_layers": 1}, ["model.recompute_layers=1", "needs model.recompute, which is none"]),
         ({"recompute": "full", "recompute_layers": 1, "offload": True}, ["model.recompute_layers=1", "in all blocks"]),
     ],
 )

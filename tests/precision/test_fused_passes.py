@@ -93,6 +93,12 @@ def test_the_gradient_of_swiglu_with_its_codes_is_the_gradient_and_then_its_code
     assert alone["rotate_fold_ladder"] - ops["rotate_fold_ladder"] == folds
 
 
+@pytest.mark.parametrize("dy, said", [(torch.ones(8, 16), "float32"), (torch.ones(16, 8).bfloat16().t(), r"\(1, 8\)")])
+def test_codes_are_written_over_whole_matrices_of_16_bits_alone(dy, said):
+    with pytest.raises(ValueError, match=f"contiguous matrix of 16 bits, not .*{said}"):
+        torch.ops.lowprec.gated_silu_backward_ladder(dy, torch.ones(8, 32), None, 0, 1.0, (1, 16), "mse", 11, True)
+
+
 def attention(recipe: LinearRecipe, kind: type[Attention] = Attention) -> tuple[list[Tensor], Counter[str]]:
     """Output and gradients of attention with rotary positions, and the ops of its backward pass."""
     generator = torch.Generator().manual_seed(3)
