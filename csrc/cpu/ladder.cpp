@@ -7,6 +7,7 @@
 
 #include "cpu/rotate.h"
 #include "ladder_arguments.h"
+#include "norm_arguments.h"
 
 namespace lowprec {
 namespace {
@@ -274,10 +275,34 @@ std::tuple<Tensor, Tensor> fold_ladder(const Tensor& codes, const Tensor& scale,
   return {carriers, row_scale};
 }
 
-std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Tensor> scale, bool transpose,
+// x times a rate per row and a weight per column, rounded to its dtype.
+Tensor normalized(const Tensor& x, const Tensor& rate, const Tensor& weight) {
+  const int64_t rows = rows_of(x), columns = x.size(1);
+  const Tensor made = empty_like_device(x, {rows, columns}, x.scalar_type());
+  const Source source = source_of(x);
+  std::vector<float> rates(rows), weights(columns);
+  load(source_of(rate), 0, rows, rates.data());
+  load(source_of(weight), 0, columns, weights.data());
+  char* out = static_cast<char*>(made.mutable_data_ptr());
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    std::vector<float> v(columns);
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, v.data());
+      for (int64_t c = 0; c < columns; ++c) v[c] = v[c] * rates[r] * weights[c];
+      encode_row(source.format, v.data(), nullptr, columns, out + r * columns * source.bytes);
+    }
+  });
+  return made;
+}
+
+std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& values, std::optional<Tensor> scale, bool transpose,
                                               std::optional<Tensor> signs, int64_t rotation, double gain,
                                               std::vector<int64_t> tile, std::string candidates, int64_t span,
-                                              bool corrected, std::optional<Tensor>) {
+                                              bool corrected, std::optional<Tensor>, std::optional<Tensor> rate,
+                                              std::optional<Tensor> weight) {
+  const bool norm = has_norm(values, rate, weight);
+  STD_TORCH_CHECK(!norm || scale.has_value(), "the result of a norm is rounded to E4M3 under a scale first");
+  const Tensor x = norm ? normalized(values, *rate, *weight) : values;
   const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
   if (rotation != 0) check_half_block(columns, rotation);
   STD_TORCH_CHECK(span > 0 && span <= 11, "codes fold within 11 binades, not ", span);

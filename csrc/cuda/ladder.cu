@@ -10,7 +10,9 @@
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/ladder_inputs.h"
+#include "cuda/normalize.h"
 #include "cuda/rotary.h"
+#include "norm_arguments.h"
 
 namespace lowprec {
 namespace {
@@ -262,7 +264,9 @@ Tensor rounded_codes(const Tensor& x, const Tensor& scale) {
   return codes;
 }
 
-std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tensor>& scale, bool transposed, const LadderOp& op) {
+// norm: rate and weight of the RMSNorm whose input is given, or nothing.
+std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tensor>& scale, bool transposed, const LadderOp& op,
+                                  const std::optional<std::pair<Tensor, Tensor>>& norm = std::nullopt) {
   const Tensor x = dense(given);
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
   const ScalarType type = x.scalar_type();
@@ -276,6 +280,10 @@ std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tenso
   const bool read = codes || (type == ScalarType::BFloat16 && (!rounds || (transposed && op.rotation == HALF_ROTATION)));
   const int64_t shared = scale.has_value() ? shared_of(StoredRows<Code8>{}, columns) : shared_of(StoredRows<Bf16>{}, columns);
   const bool fused = read && (transposed ? fits(call, TRANSPOSED_SHARED, rows % 8 == 0, op.by) : rows_fit(call, shared, op.by));
+  if (norm.has_value()) {
+    call.how.rate = data_of<float>(norm->first), call.how.weight = data_of<float>(norm->second);
+    if (!fused || !aligned(call.how.rate, 16)) return folded(normalized(x, norm->first, norm->second), scale, transposed, op);
+  }
   if (rounds && !fused) return folded(rounded_codes(x, *scale), scale, transposed, op);
   if (transposed || !fused) made.clear(fused ? 2 * column_amax_size(call.rows, call.columns) : 0);
   if (!fused) {
@@ -299,8 +307,12 @@ Candidates candidates_of(const std::string& name) { return parse<Candidates>("ch
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Tensor> scale, bool transposed,
                                               std::optional<Tensor> signs, int64_t rotation, double gain,
                                               std::vector<int64_t> tile, std::string candidates, int64_t span,
-                                              bool corrected, std::optional<Tensor>) {
-  return folded(x, scale, transposed, {signs, rotation, gain, tile, candidates_of(candidates), span, corrected});
+                                              bool corrected, std::optional<Tensor>, std::optional<Tensor> rate,
+                                              std::optional<Tensor> weight) {
+  std::optional<std::pair<Tensor, Tensor>> norm;
+  if (has_norm(x, rate, weight)) norm = {dense(*rate), dense(*weight)};
+  STD_TORCH_CHECK(!norm.has_value() || scale.has_value(), "the result of a norm is rounded to E4M3 under a scale first");
+  return folded(x, scale, transposed, {signs, rotation, gain, tile, candidates_of(candidates), span, corrected}, norm);
 }
 
 // The gradient of SwiGLU, and its codes, which are written over dy: in one kernel where it fits.

@@ -21,11 +21,12 @@ auto with_choice(Candidates by, Body&& body) {
 }
 
 // What happens to x before it is rounded. scale: of E4M3 codes, one (step 0) or one per row of x (1). gain: log2 of
-// the factor after a rotation.
+// the factor after a rotation. rate, weight: per row and per column, by which values are multiplied first, or nullptr.
 struct LadderInput {
   const int64_t* signs;
   const float* scale;
   int scale_step, gain;
+  const float *rate, *weight;
 };
 
 // Results of kernels for each row of codes: bits of its amax, and its two sums, which must be zeros before.

@@ -44,6 +44,26 @@ struct RotatedTile {
   uint32_t amax[TILE_BLOCKS];
 };
 
+// What happens to BF16 before it is rotated: nothing; it is rounded to E4M3; it is an RMSNorm's input, is multiplied by
+// rate and weight, rounded to BF16, and then rounded to E4M3.
+enum class First { NOTHING, ROUND, NORM };
+
+// Products of pairs of BF16 with the rates of their tokens and the weight of their column, rounded to BF16. rates: of
+// the thread's tokens, of which `tokens` exist, a multiple of 8.
+__device__ __forceinline__ void normalize_pairs(uint32_t (&pairs)[HELD / 2], const float* rates, int tokens, float weight) {
+#pragma unroll
+  for (int i = 0; i < HELD / 4; ++i) {
+    const bool inside = 4 * i < tokens;
+    const float4 rate = inside ? __ldg(reinterpret_cast<const float4*>(rates) + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const auto product = [&](uint32_t pair, float low, float high) {
+      return bits_of_pair(__floats2bfloat162_rn(bits_float(pair << 16) * low * weight,
+                                                bits_float(pair & 0xffff0000u) * high * weight));
+    };
+    pairs[2 * i] = product(pairs[2 * i], rate.x, rate.y);
+    pairs[2 * i + 1] = product(pairs[2 * i + 1], rate.z, rate.w);
+  }
+}
+
 // Values of E4M3 codes to which pairs of BF16 are rounded, as halves without the scale if it is a power of two, else in
 // BF16.
 __device__ __forceinline__ void round_pairs(uint32_t (&pairs)[HELD / 2], float scale, bool power) {
@@ -56,15 +76,21 @@ __device__ __forceinline__ void round_pairs(uint32_t (&pairs)[HELD / 2], float s
   }
 }
 
-// rounds: BF16 is first rounded to E4M3. power: `is_power`.
-template <typename In, int rotation, bool rounds>
+// power: `is_power`.
+template <typename In, int rotation, First first>
 __device__ __forceinline__ void rotate_tile(RotatedTile<rotation>& made, uint8_t* stage, uint8_t* own,
-                                            const GivenScale& given, bool power, const uint32_t* signs, int gain) {
+                                            const Share& mine, const GivenScale& given, const LadderInput& how,
+                                            bool power, const uint32_t* signs) {
   uint32_t pairs[HELD / 2];
-  constexpr bool coded = sizeof(In) == 1 || rounds;
+  constexpr bool coded = sizeof(In) == 1 || first != First::NOTHING;
+  const int gain = how.gain;
   if (rotation > 0 && sizeof(In) == 1 && power) Tiles::take_codes(pairs, stage, own);
   else Tiles::take_pairs<In>(pairs, stage, own, given);
-  if constexpr (rounds) round_pairs(pairs, *given.scale, power);
+  if constexpr (first == First::NORM) {
+    const float weight = mine.inside ? __ldg(how.weight + mine.column) : 0.0f;
+    normalize_pairs(pairs, how.rate + mine.token, mine.inside ? given.rows - mine.token : 0, weight);
+  }
+  if constexpr (first != First::NOTHING) round_pairs(pairs, *given.scale, power);
   if constexpr (rotation > 0 && coded) {
     __half2 h[HELD / 2];
     const int shift = power ? enlarge_halves<HELD>(pairs, signs, *given.scale, h) : enlarge<HELD>(pairs, signs, h);
@@ -193,8 +219,8 @@ __device__ __forceinline__ void emit_tile(const RotatedTile<rotation>& tile, con
   }
 }
 
-// drawn: the number of tiles that blocks have drawn. emits: otherwise only column_amax is written. rounds: to E4M3 first.
-template <typename In, int rotation, bool corrected, bool rounds>
+// drawn: the number of tiles that blocks have drawn. emits: otherwise only column_amax is written.
+template <typename In, int rotation, bool corrected, First first>
 __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
     column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, int span,
                   ColumnAmax column_amax, uint32_t* __restrict__ drawn, RowLeft left, uint8_t* __restrict__ codes,
@@ -208,7 +234,7 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
   if (threadIdx.x == 0) next = column_amax.place_of(atomicAdd(drawn, 1u));
   __syncthreads();
   const uint32_t* signs = signs_of_lane(sign_words, rotation);
-  const bool power = (sizeof(In) == 1 || rounds) && is_power(how);
+  const bool power = (sizeof(In) == 1 || first != First::NOTHING) && is_power(how);
   uint8_t* stage = reinterpret_cast<uint8_t*>(saved) + SAVED_TILE;
   uint8_t* own = stage + Tiles::STAGE<In> + (threadIdx.x >> 5) * LADDER_OWN<In>;
   TileAt at = next, before{0, columns};
@@ -233,8 +259,9 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
       __syncthreads();  // the stage is filled
       const GivenScale given{how.scale, how.scale_step, at.token, rows};
       RotatedTile<rotation> made;
-      rotate_tile<In, rotation, rounds>(made, stage, own, given, power, signs, how.gain);
-      column_amax.write(made.amax, share_of(at, rows, columns).column, at.token / TOKENS);
+      const Share mine = share_of(at, rows, columns);
+      rotate_tile<In, rotation, first>(made, stage, own, mine, given, how, power, signs);
+      column_amax.write(made.amax, mine.column, at.token / TOKENS);
       if (emits) exchange<true>(tile, made, saved);
     } else if (emits) {
       exchange<false>(tile, tile, saved);
@@ -254,9 +281,9 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
 constexpr int64_t COUNTERS = 8;  // 16 bytes before column_amax, in units of these, for the numbers of drawn tiles
 int64_t amax_pitch(int64_t rows) { return ceil_div(ceil_div(rows, TOKENS), 8) * 8; }
 
-template <typename In, int rotation, bool rounds = false>
+template <typename In, int rotation, First first = First::NOTHING>
 void launch_all(const LadderCall& call) {
-  const auto kernel = call.corrected ? column_ladder<In, rotation, true, rounds> : column_ladder<In, rotation, false, rounds>;
+  const auto kernel = call.corrected ? column_ladder<In, rotation, true, first> : column_ladder<In, rotation, false, first>;
   const int64_t down = ceil_div(call.rows, TOKENS), tiles = down * ceil_div(call.columns, COLUMNS);
   const int64_t blocks = resident_blocks(kernel, 32 * WARPS, LADDER_SHARED<In>, tiles, call.device);
   const int pitch = static_cast<int>(amax_pitch(call.rows));
@@ -281,7 +308,8 @@ int64_t column_amax_size(int64_t rows, int64_t columns) {
 template <typename In>
 void launch_ladder_transposed(const LadderCall& call) {
   if constexpr (sizeof(In) == 2) {
-    if (call.how.scale != nullptr) return launch_all<In, HALF_ROTATION, true>(call);
+    if (call.how.rate != nullptr) return launch_all<In, HALF_ROTATION, First::NORM>(call);
+    if (call.how.scale != nullptr) return launch_all<In, HALF_ROTATION, First::ROUND>(call);
   }
   call.rotation == 0 ? launch_all<In, 0>(call) : launch_all<In, HALF_ROTATION>(call);
 }

@@ -41,12 +41,6 @@ struct BlockSums {
   }
 };
 
-__device__ __forceinline__ void load_floats(float (&v)[VECTOR], const float* data) {
-  const float4 a = __ldg(reinterpret_cast<const float4*>(data)), b = __ldg(reinterpret_cast<const float4*>(data) + 1);
-  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-
 __device__ __forceinline__ void store_floats(float* data, const float (&v)[VECTOR]) {
   reinterpret_cast<float4*>(data)[0] = make_float4(v[0], v[1], v[2], v[3]);
   reinterpret_cast<float4*>(data)[1] = make_float4(v[4], v[5], v[6], v[7]);

@@ -7,7 +7,9 @@
 // quantize_by takes the amax of tiles of which x may be a part: one read, one write.
 // amax uses bit patterns (numerics/amax.h), so it does not depend on the order of a reduction.
 #include "cuda/amax.h"
+#include "cuda/normalize.h"
 #include "cuda/quantize.h"
+#include "norm_arguments.h"
 
 namespace lowprec {
 namespace {
@@ -467,7 +469,18 @@ Tensor amax(const Tensor& given, std::vector<int64_t> tile_given) {
 std::tuple<Tensor, Tensor> quantize_by(const Tensor& given, const Tensor& amax_given, std::optional<Tensor> tops_given,
                                        std::string format_name, std::vector<int64_t> tile_given, std::string rule,
                                        double headroom, int64_t span, std::string rounding, std::optional<Tensor> seed,
-                                       std::optional<Tensor> origin) {
+                                       std::optional<Tensor> origin, std::optional<Tensor> rate,
+                                       std::optional<Tensor> weight) {
+  if (has_norm(given, rate, weight)) {
+    const Tensor values = dense(given), rates = dense(*rate), weights = dense(*weight);
+    const Tile tile = resolve_tile(rows_of(values), values.size(1), tile_given);
+    const bool whole = tile.rows == values.size(0) && tile.columns == values.size(1) && span == 0;
+    if (whole && format_name == "E4M3" && rounding == "nearest" && norm_fits(values, weights)) {
+      return quantize_norm(values, rates, weights, dense(amax_given), rule, headroom);
+    }
+    return quantize_by(normalized(values, rates, weights), amax_given, tops_given, format_name, tile_given, rule, headroom,
+                       span, rounding, seed, origin, std::nullopt, std::nullopt);
+  }
   const Tensor x = dense(given), amax = dense(amax_given);
   const Format format = parse_format(format_name);
   const int64_t rows = rows_of(x), columns = x.size(1);

@@ -188,6 +188,12 @@ __device__ __forceinline__ void store_row_maximum(uint32_t bits, uint32_t* scrat
   if (threadIdx.x == 0) *maximum = bits_float(bits);
 }
 
+__device__ __forceinline__ void load_floats(float (&v)[VECTOR], const float* data) {
+  const float4 a = __ldg(reinterpret_cast<const float4*>(data)), b = __ldg(reinterpret_cast<const float4*>(data) + 1);
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
 template <typename In>
 __device__ __forceinline__ Vector<In> round_to_stream(const float (&v)[VECTOR]) {
   Vector<In> made;

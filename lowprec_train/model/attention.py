@@ -23,7 +23,7 @@ from lowprec_train.model.cache import LayerCache
 from lowprec_train.model.layers import RMSNorm
 from lowprec_train.model.rotary import Angles, queries_keys_values, rotate, rotated_with_codes
 from lowprec_train.numerics.draws import Draws
-from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.linear import Linear, NormInput
 
 _aten = torch.ops.aten
 _RANKING = [
@@ -40,6 +40,7 @@ class Attention(nn.Module):
     head_dim: H; None: dim / heads. qkv_bias: of queries, keys and values; None: as bias.
     """
 
+    fed_by_norm = "qkv"
     across_heads = False  # whether it needs all heads of a token, which tensor parallel cuts
 
     def __init__(
@@ -68,14 +69,16 @@ class Attention(nn.Module):
         seq_len: int | None = None,
         cache: LayerCache | None = None,
         draws: Draws | None = None,
+        *,
+        made_of: NormInput | None = None,
     ) -> Tensor:
         """seq_len: T, if x has a rank's share of all tokens, [1, BT / ranks, D]. cache: keys and values of earlier
-        tokens; those of x are appended. draws: of the block.
+        tokens; those of x are appended. draws: of the block. made_of: of x (`Linear.saves_norm_input`).
         """
         if angles is not None and self.is_plain and torch.is_grad_enabled():
-            qkv_BTN, codes = self.qkv.with_grad_codes(x_BTD, draws)
+            qkv_BTN, codes = self.qkv.with_grad_codes(x_BTD, draws, made_of)
         else:
-            qkv_BTN, codes = self.qkv(x_BTD, draws=draws), None
+            qkv_BTN, codes = self.qkv(x_BTD, draws=draws, made_of=made_of), None
         if seq_len is not None:
             qkv_BTN = qkv_BTN.view(-1, seq_len, qkv_BTN.shape[-1])
         if angles is not None and codes is not None:

@@ -31,7 +31,7 @@ from lowprec_train.model.activations import (
 )
 from lowprec_train.model.rotary import Angles
 from lowprec_train.numerics.draws import Draws
-from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.linear import Linear, NormInput
 from lowprec_train.precision.saved_activations import QuantizedSavedInput
 
 
@@ -51,6 +51,12 @@ class RMSNorm(QuantizedSavedInput):
                 return quantized_norm(x_BTD, self.weight, None, self.eps, False, self.quantizer, self.recomputes)[0]
             return self.through_codes(RMS(self.eps), (x_BTD,), (self.weight,))
         return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
+
+    def made_of(self, x_BTD: Tensor) -> NormInput:
+        """Return what `forward` makes its result of, without gradients."""
+        with torch.no_grad():
+            rate_BT1 = torch.rsqrt(x_BTD.float().pow(2).mean(dim=-1, keepdim=True).add(self.eps))
+        return NormInput(x_BTD, rate_BT1, self.weight)
 
 
 class LayerNorm(QuantizedSavedInput):
@@ -81,6 +87,7 @@ class SwiGLU(QuantizedSavedInput):
 
     role, op, plain_op = "activation", "quantized_gated_silu", "gated_silu"
     fed_by, feeds = "gate_up", "down"
+    fed_by_norm = fed_by
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
@@ -88,13 +95,15 @@ class SwiGLU(QuantizedSavedInput):
         self.gate_up = Linear(dim, 2 * ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, draws: Draws | None = None, *, made_of: NormInput | None = None) -> Tensor:
+        """made_of: of x (`Linear.saves_norm_input`)."""
+        given = x_BTD, draws, made_of
         if self.quantizer is None:
-            return self.down(*gated_silu(*self.gate_up.with_grad_codes_or_amax(x_BTD, draws)), draws=draws)
+            return self.down(*gated_silu(*self.gate_up.with_grad_codes_or_amax(*given)), draws=draws)
         if self.fuses(x_BTD):
             how = self.quantizer, self.recomputes
-            return self.down(*quantized_gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws), *how), draws=draws)
-        gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws).unflatten(-1, (-1, 2)).unbind(-1)
+            return self.down(*quantized_gated_silu(*self.gate_up.with_grad_amax(*given), *how), draws=draws)
+        gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws, made_of=made_of).unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()), draws=draws)
 
 
@@ -103,6 +112,7 @@ class GELU(QuantizedSavedInput):
 
     role, op = "activation", "quantized_gelu"
     fed_by, feeds = "up", "down"
+    fed_by_norm = fed_by
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
@@ -110,12 +120,13 @@ class GELU(QuantizedSavedInput):
         self.up = Linear(dim, ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, draws: Draws | None = None, *, made_of: NormInput | None = None) -> Tensor:
+        """made_of: of x (`Linear.saves_norm_input`)."""
         if self.fuses(x_BTD):
             assert self.quantizer is not None
             how = self.quantizer, self.recomputes
-            return self.down(*quantized_gelu(*self.up.with_grad_amax(x_BTD, draws), *how), draws=draws)
-        up_BTF = self.up(x_BTD, draws=draws)
+            return self.down(*quantized_gelu(*self.up.with_grad_amax(x_BTD, draws, made_of), *how), draws=draws)
+        up_BTF = self.up(x_BTD, draws=draws, made_of=made_of)
         if self.quantizer is not None:
             return self.down(self.through_codes(TanhGELU(), (up_BTF,), ()), draws=draws)
         return self.down(F.gelu(up_BTF, approximate="tanh"), draws=draws)

@@ -94,7 +94,28 @@ class Block(nn.Module):
 
     def branch(self, module: nn.Module, norm: nn.Module, x_BTD: Tensor, *context: Any) -> Tensor:
         """Return what is added to the residual stream."""
-        return module(norm(x_BTD), *context)
+        linear = _fed_by_norm(module)
+        if linear is None or not linear.saves_norm_input:
+            return module(norm(x_BTD), *context)
+        assert isinstance(norm, RMSNorm)
+        return module(norm(x_BTD), *context, made_of=norm.made_of(x_BTD))
+
+    def save_norm_inputs(self, compiled: bool = True) -> None:
+        """Let linears that take the result of an RMSNorm save its input instead (`Linear.norm`), or no more. A compiled
+        block saves it for the norm's own backward pass, an eager one an FP32 copy; a recomputed one saves neither.
+        """
+        possible = compiled and type(self) is Block and self.recompute is RECOMPUTE["none"]
+        for module, norm in ((self.attention, self.attention_norm), (self.mlp, self.mlp_norm)):
+            linear = _fed_by_norm(module)
+            if linear is not None:
+                takes = type(norm) is RMSNorm and "made_of" in signature(module.forward).parameters
+                linear.norm = (norm,) if possible and takes else None
+
+
+def _fed_by_norm(module: nn.Module) -> Linear | None:
+    """Return the linear layer to which a branch of the block passes its input, if the module names it."""
+    linear = getattr(module, getattr(module, "fed_by_norm", ""), None)
+    return linear if isinstance(linear, Linear) else None
 
 
 class PostNormBlock(Block):
@@ -298,6 +319,8 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     loses the mark on what lies in an autograd function, and saves it.
     """
     forward, inside = COMPILED
+    if isinstance(block, Block):
+        block.save_norm_inputs()
     name = inside if isinstance(block, Block) and block.recompute is RECOMPUTE["full"] else forward
     compile_method(block, name, **options)
 

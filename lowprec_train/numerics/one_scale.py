@@ -21,3 +21,13 @@ def under_amax(how: Quantizer, x: Tensor, amax: Tensor, seed: Tensor | None, ori
     """
     kernel = how.kernel("quantize_by", x.device)
     return how.wrap(*kernel(x, amax.amax().reshape(1, 1), None, *how.arguments, seed, origin))
+
+
+def of_norm(how: Quantizer | None, y: Tensor, x: Tensor, rate: Tensor, weight: Tensor) -> Quantized:
+    """Quantise the result y [m, k] of an RMSNorm by a quantiser whose tile is the whole matrix, to nearest, from the
+    norm's input x [m, k], rates [m, 1] and weight [k]. Of y only the amax is used, of each row first: a compiled graph
+    computes that where it makes y, and does not write y.
+    """
+    assert how is not None and not how.stochastic
+    kernel, amax = how.kernel("quantize_by", x.device), y.abs().amax(dim=1).float()
+    return how.wrap(*kernel(x, amax.amax().reshape(1, 1), None, *how.arguments, None, None, rate, weight))

@@ -22,6 +22,7 @@ from lowprec_train.ops import (
     ladder_cases,
     library,
     list_cases,
+    norm_cases,
     reference,
 )
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
@@ -138,7 +139,7 @@ def _quantize_by() -> Cases:
         amax = reference.amax(x, tile) * 8.0
         tops = amax.amax(1, keepdim=True) * 4.0 if exponent_span else None
         made[name] = (x, amax, tops, format, tile, rule, headroom, exponent_span, *draws)
-    return made
+    return made | norm_cases.quantize_by()
 
 
 def _quantize_nvfp4_by() -> Cases:

@@ -28,7 +28,16 @@ from torch import Tensor
 
 from lowprec_train.ops.exponents import exp2_int, exponent
 from lowprec_train.ops.formats import E2M1, E4M3
-from lowprec_train.ops.reference import divide, pack_e2m1, random_signs, spread, tile_amax, to_float, unpack_e2m1
+from lowprec_train.ops.reference import (
+    divide,
+    normalized,
+    pack_e2m1,
+    random_signs,
+    spread,
+    tile_amax,
+    to_float,
+    unpack_e2m1,
+)
 from lowprec_train.ops.rounding import encode, round_to
 from lowprec_train.ops.schema import tile_shape
 
@@ -246,13 +255,30 @@ def hadamard_half(x, seed, block, gain):  # type: ignore[no-untyped-def]
 
 
 def rotate_fold_ladder(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, gain, tile, candidates, exponent_span, corrected, after=None
+    x,
+    scale,
+    transposed,
+    signs,
+    rotation,
+    gain,
+    tile,
+    candidates,
+    exponent_span,
+    corrected,
+    after=None,
+    rate=None,
+    weight=None,
 ):
     """Rotate, round and fold x [m, k] or its transpose in one op. With `scale` ([1, 1] or [m, 1]) x is E4M3 codes,
     which are first decoded to BF16, or values, which are first rounded to such codes under one scale. signs: seed of
     the rotation's signs; rotation: its block size, 0 for none; gain: as for `hadamard_half`. corrected: multiply row
-    scales by their factor. Raises ValueError for values and several scales.
+    scales by their factor. rate [m] and weight [k]: x is the input of an RMSNorm, whose result is rounded
+    (`normalized`). Raises ValueError for values and several scales, and for a norm without a scale.
     """
+    if rate is not None:
+        if scale is None:
+            raise ValueError("the result of a norm is rounded to E4M3 under a scale first")
+        x = normalized(x, rate, weight)
     if scale is not None:
         if x.dtype != torch.float8_e4m3fn:
             if scale.numel() != 1:

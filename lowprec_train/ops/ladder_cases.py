@@ -66,6 +66,9 @@ def rotate_fold_ladder() -> Cases:
         made[f"{way} of rounded values"] = (x, torch.tensor([[0.25]]), transposed, signs, 128, 2.0**-4, *how, True)
         made[f"{way} of values under 0.3"] = (bad, torch.tensor([[0.3]]), transposed, signs, 128, 0.25, *how, True)
         made[f"{way} of FP32, rounded"] = (x.float(), torch.tensor([[2.0]]), transposed, None, 0, 1.0, *how, True)
+        norm = None, 1.0 + rows.flip(0), values(8, 128)[0]
+        made[f"{way} of a norm"] = (x, torch.tensor([[4.0]]), transposed, signs, 128, 2.0**-4, *how, True, *norm)
+        made[f"{way} of a norm, plain"] = (x, torch.tensor([[4.0]]), transposed, None, 0, 1.0, *how, False, *norm)
         made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, 2.0**-4, *how, True)
         made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, 2.0**-3, *how, True)
         made[f"{way}, one rung"] = (x, None, transposed, signs, 64, 0.125, [1, 16], "none", 11, True)

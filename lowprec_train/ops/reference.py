@@ -130,12 +130,33 @@ def quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, see
     )
 
 
+def normalized(x, rate, weight):  # type: ignore[no-untyped-def]
+    """Return what an RMSNorm makes of its input x [m, k], in x's dtype, BF16 or FP32. rate [m] and weight [k]: FP32."""
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the input of a norm is BF16 or FP32, not {x.dtype}")
+    return (x.float() * rate.view(-1, 1) * weight).to(x.dtype)
+
+
 def quantize_by(  # type: ignore[no-untyped-def]
-    x, amax, tops, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin
+    x,
+    amax,
+    tops,
+    format,
+    tile,
+    scale_rule,
+    headroom,
+    exponent_span,
+    rounding,
+    seed,
+    origin,
+    rate=None,
+    weight=None,
 ):
     """`quantize` for a part x of a matrix whose tiles exceed it. amax: largest magnitudes of the tiles; tops
-    [m / rows, 1]: of whole rows, for the span; None computes them from amax.
+    [m / rows, 1]: of whole rows, for the span; None computes them from amax. rate [m] and weight [k]: x is the input of
+    an RMSNorm, whose result is quantised (`normalized`).
     """
+    x = x if rate is None else normalized(x, rate, weight)
     shape, x, format = tile_shape(x.shape[0], x.shape[1], tile), x.float(), parse_format(format)
     scale, inverse = tile_scale(amax, format, scale_rule, headroom, exponent_span, tops)
     divides = scale_rule == "FP32" and format.scaled  # the inverse of a power of two is exact

@@ -38,7 +38,8 @@ SCHEMAS = {
     ),
     "quantize_by": (
         "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom,"
-        " int exponent_span, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+        " int exponent_span, str rounding, Tensor? seed, Tensor? origin, Tensor? rate=None, Tensor? weight=None)"
+        " -> (Tensor codes, Tensor scale)"
     ),
     "quantize_nvfp4_by": (
         "(Tensor x, Tensor amax, Tensor top, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin)"
@@ -97,7 +98,8 @@ SCHEMAS = {
     "fold_ladder": "(Tensor codes, Tensor scale, Tensor row, Tensor? factor) -> (Tensor codes, Tensor scale)",
     "rotate_fold_ladder": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, float gain, int[2] tile,"
-        " str candidates, int exponent_span, bool corrected, Tensor? after=None) -> (Tensor codes, Tensor scale)"
+        " str candidates, int exponent_span, bool corrected, Tensor? after=None, Tensor? rate=None,"
+        " Tensor? weight=None) -> (Tensor codes, Tensor scale)"
     ),
     "pack_ladder": "(Tensor carriers) -> (Tensor packed, Tensor scale)",
     "unpack_ladder": "(Tensor packed, Tensor scale) -> Tensor",

@@ -50,6 +50,14 @@ class GradCodes(NamedTuple):
     how: tuple[Any, ...]
 
 
+class NormInput(NamedTuple):
+    """What an RMSNorm makes X of: x [..., in], rate [..., 1] and weight [in] in FP32, X = x rate weight."""
+
+    x: Tensor
+    rate: Tensor
+    weight: Tensor
+
+
 class Linear(nn.Linear):
     """y = x W^T + b. The parameter holds the master weight; GEMMs run in x's dtype or in the recipe's formats.
 
@@ -68,6 +76,8 @@ class Linear(nn.Linear):
     keeps_x, keeps_w: X or its codes, and the codes of W, are saved although `model.recompute` would recompute them.
     compiled_x: in a compiled model, the kernel that makes x is compiled too, so it can compute its amax.
     x_is_saved: the op that makes x saves it for its own backward pass (`LinearPlan.rounding_x_again`).
+    norm: the RMSNorm whose result x is, in a compiled block, where the norm saves its input and not x. In a tuple,
+    because it is no part of this layer.
     """
 
     site: int | None
@@ -80,12 +90,13 @@ class Linear(nn.Linear):
     keeps_w: bool
     compiled_x: bool
     x_is_saved: bool
+    norm: tuple[nn.Module] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.site = self.draws = self.observer = self.split = self.gathered = self.weight_amax = None
         self.keeps_x = self.keeps_w = False
-        self.compiled_x, self.x_is_saved = True, False
+        self.compiled_x, self.x_is_saved, self.norm = True, False, None
         self.recipe = LinearRecipe()
 
     @property
@@ -138,8 +149,13 @@ class Linear(nn.Linear):
         """Whether kernels may make operands with others, and whether the weight is all-gathered as codes."""
         return self.observer is None, self.gathered is not None and self.gathered.coded
 
+    @property
+    def saves_norm_input(self) -> bool:
+        """Whether the layer takes a `NormInput`, which it saves instead of codes of x if its plan allows that."""
+        return self.norm is not None and self.norm[0].quantizer is None and self.split is None
+
     def _plan_key(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
-        flags = self.keeps_x, self.keeps_w, self.compiled_x, self.x_is_saved
+        flags = self.keeps_x, self.keeps_w, self.compiled_x, self.x_is_saved, self.saves_norm_input
         return tokens, dtype, device, *self._making, self.split is None, *flags
 
     def _compile_plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
@@ -152,7 +168,8 @@ class Linear(nn.Linear):
     def placed(self, plan: LinearPlan) -> LinearPlan:
         """Return the plan with what this layer knows about the ops around it."""
         plan = replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w, compiled_x=self.compiled_x)
-        return plan.rounding_x_again() if self.x_is_saved else plan
+        again = self.x_is_saved or self.saves_norm_input
+        return plan.rounding_x_again(self.saves_norm_input) if again else plan
 
     def backend_layer(self) -> BackendLayer:
         """The backend's implementation of this layer; created once per recipe."""
@@ -169,43 +186,50 @@ class Linear(nn.Linear):
         *,
         with_dy: WithDY = WithDY.NOTHING,
         draws: Draws | None = None,
+        made_of: NormInput | None = None,
     ) -> Any:
         """y [..., out]; with `with_dy`, what `with_grad_amax` or `with_grad_codes` returns.
 
         amax: a tensor whose largest element is max |x|, if the kernel that produced x wrote one. draws: seeds of the
-        micro-batch; this layer uses those at `site`.
+        micro-batch; this layer uses those at `site`. made_of: of x, if `saves_norm_input`.
         """
         site_draws = self.draws if draws is None or self.site is None else draws.site(self.site)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         wanted = with_dy if bias is None else WithDY.NOTHING
         if self.split is None:
-            y, placeholder = self._product(x, bias, amax, site_draws, wanted)
+            y, placeholder = self._product(x, bias, amax, site_draws, wanted, made_of=made_of)
         else:
             y, placeholder = self._sharded(self.split, x.flatten(end_dim=-2), bias, amax, site_draws, wanted)
         return y if with_dy is WithDY.NOTHING else (y, placeholder)
 
-    def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
+    def with_grad_amax(
+        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """(y, grad_amax). grad_amax is an FP32 vector of zeros, one element per row, or None if no GEMM of the backward
         pass would use it: with a bias, in BF16, under another library's backend, or if dY is divided between ranks.
 
         The consumer of y returns the amax of dY as the gradient of `grad_amax`, which spares this layer a pass over dY.
         """
-        result: tuple[Tensor, Tensor | None] = self(x, with_dy=WithDY.AMAX, draws=draws)
+        result: tuple[Tensor, Tensor | None] = self(x, with_dy=WithDY.AMAX, draws=draws, made_of=made_of)
         return result
 
-    def with_grad_codes(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, GradCodes | None]:
+    def with_grad_codes(
+        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
+    ) -> tuple[Tensor, GradCodes | None]:
         """(y, grad_codes) if dgrad can use codes of dY from the op that computes it; else (y, None).
 
         The consumer of y returns codes and scales as gradients of `GradCodes`, which spares this layer a pass over dY.
         """
-        result: tuple[Tensor, GradCodes | None] = self(x, with_dy=WithDY.CODES, draws=draws)
+        how = {"with_dy": WithDY.CODES, "draws": draws, "made_of": made_of}
+        result: tuple[Tensor, GradCodes | None] = self(x, **how)
         return result
 
     def with_grad_codes_or_amax(
-        self, x: Tensor, draws: Draws | None = None
+        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
     ) -> tuple[Tensor, GradCodes | Tensor | None]:
         """`with_grad_codes` if that returns codes, else `with_grad_amax`."""
-        result: tuple[Tensor, GradCodes | Tensor | None] = self(x, with_dy=WithDY.CODES_OR_AMAX, draws=draws)
+        how = {"with_dy": WithDY.CODES_OR_AMAX, "draws": draws, "made_of": made_of}
+        result: tuple[Tensor, GradCodes | Tensor | None] = self(x, **how)
         return result
 
     def _product(
@@ -216,6 +240,7 @@ class Linear(nn.Linear):
         draws: SiteDraws | None,
         with_dy: WithDY,
         plan: LinearPlan | None = None,
+        made_of: NormInput | None = None,
     ) -> tuple[Tensor, GradCodes | Tensor | None]:
         given, rows = self.gathered, x.flatten(end_dim=-2)
         if self.recipe.takes_values:
@@ -232,6 +257,9 @@ class Linear(nn.Linear):
             other = WithDY.AMAX if with_dy is WithDY.CODES_OR_AMAX else WithDY.NOTHING
             with_dy = WithDY.CODES if plan.dgrad.a.needs_only_dy and x.dtype.itemsize == 2 else other
         arguments = (plan, self.observer, self.split, amax, self.weight_amax, with_dy, coded, len(seeds))
+        if plan.saved_x.from_norm:
+            assert made_of is not None
+            tensors += made_of.x.detach().view_as(rows), made_of.rate, made_of.weight.detach()
         out = _LinearFunction.apply(rows, leaf, *arguments, *seeds, *tensors)
         y, *placeholders = out if isinstance(out, tuple) else (out,)
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # more rows than x if its codes were gathered
@@ -272,16 +300,17 @@ class _LinearFunction(torch.autograd.Function):
     the plan gathers dY.
 
     The leaf receives the weight's gradient. tensors: `drawn` seeds, then the weight's values or codes if the leaf is
-    not the weight.
+    not the weight, then a `NormInput` if the plan saves it.
     """
 
     @staticmethod
     def forward(ctx, x, leaf, plan, observer, split, amax, weight_amax, with_dy, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
-        seeds, given = tensors[:drawn], tensors[drawn:]
+        end = len(tensors) - 3 * plan.saved_x.from_norm
+        seeds, given, made_of = tensors[:drawn], tensors[drawn:end], tensors[end:]
         weight = given[0] if given and not coded else leaf
         gathered = SavedOperand(plan.saved_w, given) if coded else None
         gemms = LinearGemms(plan, _draws(seeds), observer, split)
-        y, saved = gemms.forward(x, weight, amax, gathered, weight_amax)
+        y, saved = gemms.forward(x, weight, amax, gathered, weight_amax, made_of)
         ctx.gemms_of, ctx.dtype, ctx.into = (plan, observer, split), x.dtype, leaf.dtype
         ctx.drawn, ctx.tensors, ctx.with_dy = drawn, len(tensors), with_dy
         ctx.save_for_backward(weight, *seeds, *saved)

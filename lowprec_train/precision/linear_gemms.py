@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lowprec_train.group import rounded
 from lowprec_train.numerics import rotated
-from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.draws import SiteDraws
-from lowprec_train.numerics.one_scale import amax_of_rows, under_amax
+from lowprec_train.numerics.one_scale import amax_of_rows, of_norm, under_amax
 from lowprec_train.numerics.pairs import both
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import accumulate, carrier_of, cast, multiply
@@ -57,15 +56,17 @@ class LinearGemms:
         amax: Tensor | None = None,
         gathered: SavedOperand | None = None,
         weight_amax: Tensor | None = None,
+        made_of: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, tensors that `backward` needs besides the weight).
 
         amax: a tensor whose largest element is max |x|, if available. gathered: all-gathered codes of the weight; then
         only the dtype of `weight` is used, for dw. weight_amax: amax of the whole weight, if already all-reduced.
+        made_of: a `NormInput`, if the plan saves it.
         """
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
         rest, mean = without_mean(x) if self.plan.needs_x_mean else (x, None)
-        codes_x, residual, saved_x = self._input(x, rest, amax)
+        codes_x, residual, saved_x = self._input(x, rest, amax, made_of)
         saved_x = saved_x.kept() if self.plan.keeps_x else saved_x
         codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
         if self.plan.keeps_w and saved_w is not None and gathered is None:
@@ -109,9 +110,8 @@ class LinearGemms:
         by_token, by_channel = (means.rest if means and each.a.mean_split else dy for each in (plan.dgrad, plan.wgrad))
         whole = plan.saved_x.residual or plan.adds_means
         product = torch.float32 if whole else into if plan.straight_through else None
-        row = (
-            mean_product(means.dy, cast(weight, dtype).t()) if means and plan.dgrad.a.mean_split and needs[0] else None
-        )
+        with_row = means is not None and plan.dgrad.a.mean_split and needs[0]
+        row = mean_product(means.dy, cast(weight, dtype).t()) if with_row and means else None
         dx: Tensor | None = None
         dw: Tensor | None = None
         if all(needs) and plan.dgrad.a.op is Op.QUANTIZE_BOTH:
@@ -131,11 +131,14 @@ class LinearGemms:
     # --- forward ---
 
     def _input(
-        self, x: Tensor, rest: Tensor, amax: Tensor | None
+        self, x: Tensor, rest: Tensor, amax: Tensor | None, made_of: tuple[Tensor, ...]
     ) -> tuple[Quantized | None, Residual | None, SavedOperand]:
         """Return codes of X, its outliers, and X as it is saved for backward. rest: X, or X minus its mean."""
         spec, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
         codes = codes_t = residual = None
+        if made_of:
+            codes = of_norm(spec.quantizer, x, *made_of)
+            return codes, None, SavedOperand(form, (made_of[0], codes.scale, *made_of[1:]))
         if spec.source is Source.ALL_GATHERED:
             codes = self._gathered_rows(spec, rest)
         elif spec.op is Op.QUANTIZE_OUTLIERS:
@@ -219,10 +222,8 @@ class LinearGemms:
         if spec.source is Source.FPROP_CODES:
             return self.plan.wgrad.a.scale_apart(x.transposed_codes())
         if spec.op is Op.ROTATE_FOLD:
-            if plain:
-                return self._folded(spec, x.tensors[0]), None
-            if x.form.rounded_again:
-                return self._folded(spec, x.tensors[0], x.tensors[1], after=dy), None
+            if plain or x.form.rounded_again:
+                return self._folded(spec, *(x.tensors[0], None) if plain else x.tensors[:2], dy, *x.tensors[2:]), None
             codes = x.codes()
             return self._folded(spec, codes.codes, codes.scale), None
         matrix = x.tensors[0] if plain else cast(x.codes().dequantize(dtype), dtype)
@@ -343,14 +344,16 @@ class LinearGemms:
         return both(x, spec.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 
     def _folded(
-        self, spec: OperandPlan, x: Tensor, scale: Tensor | None = None, after: Tensor | None = None
+        self, spec: OperandPlan, x: Tensor, scale: Tensor | None = None, after: Tensor | None = None, *norm: Tensor
     ) -> Quantized:
-        """Rotate, quantise and fold an operand. x: the untransposed matrix, or its codes if `scale` is given."""
+        """Rotate, quantise and fold an operand. x: the untransposed matrix, or its codes or values if `scale` is given;
+        with `norm`, rates and weight, what the norm makes it of.
+        """
         quantizer = spec.quantizer
         assert quantizer is not None
         if quantizer.scale is ScaleRule.LADDER:
             kernel = quantizer.kernel("rotate_fold_ladder", x.device)
-            return Quantized(*kernel(x, scale, spec.transposed, *self.ladder(spec), after))
+            return Quantized(*kernel(x, scale, spec.transposed, *self.ladder(spec), after, *norm))
         signs, block = self._signs(spec)
         within, kernel = quantizer.exponent_span, quantizer.kernel("rotate_fold", x.device)
         rule = (quantizer.scale.value, quantizer.range_share, within, carrier_of(within), quantizer.rounding.name)
@@ -359,11 +362,7 @@ class LinearGemms:
 
     def ladder(self, spec: OperandPlan) -> tuple[Any, ...]:
         """Return the arguments of `rotate_fold_ladder` for an operand, from `signs` to `corrected`."""
-        quantizer = spec.quantizer
-        assert quantizer is not None
-        gain = 1.0 if spec.rotation is None else spec.rotation.gain(spec.operand)
-        how = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
-        return *self._signs(spec), gain, *how, quantizer.correction is Correction.ROW
+        return *self._signs(spec), *spec.ladder
 
     def _signs(self, spec: OperandPlan) -> tuple[Tensor | None, int]:
         """Return the seed of the rotation's signs and the block size; (None, 0) without a rotation."""

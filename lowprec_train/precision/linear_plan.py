@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
 from lowprec_train.numerics.formats import E4M3, NEAREST
 from lowprec_train.numerics.quantizer import OWN_OPS, POWERS_OF_TWO, Quantized, Quantizer, ScaleRule
@@ -128,6 +129,15 @@ class OperandPlan:
         ladder = self.op is Op.ROTATE_FOLD and self.quantizer is not None and self.quantizer.scale is ScaleRule.LADDER
         return ladder and self.name == "dY" and self.cut is None and not self.mean_split
 
+    @property
+    def ladder(self) -> tuple[float, tuple[int, int], str, int, bool]:
+        """Arguments of `rotate_fold_ladder` for the operand, from `gain` to `corrected`."""
+        quantizer = self.quantizer
+        assert quantizer is not None
+        gain = 1.0 if self.rotation is None else self.rotation.gain(self.operand)
+        how = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
+        return gain, *how, quantizer.correction is Correction.ROW
+
     def op_with_amax(self, consumer: str) -> str:
         """Return the op that computes dY together with its amax, if `consumer` reads y; "" if there is none."""
         return "" if consumer in WITHOUT_AMAX_OF_DY else consumer
@@ -233,16 +243,18 @@ class LinearPlan:
         """Return whether, in a compiled graph, the kernel that makes the operand's matrix may be compiled too."""
         return operand.operand is Operand.A and (self.compiled_x or operand.name != "X")
 
-    def rounding_x_again(self) -> LinearPlan:
+    def rounding_x_again(self, from_norm: bool = False) -> LinearPlan:
         """Return the plan for an X that the op before saves for its own backward pass: instead of codes of E4M3 under a
         power of two it saves X, which takes no memory of its own, if the op that makes X^T can round it again.
+        from_norm: X is the result of an RMSNorm, which saves its input; that is saved, and normalised again too.
         """
         x, x_t, q = self.fprop.a, self.wgrad.b, self.saved_x.quantizer
         ladder = x_t.quantizer is not None and x_t.quantizer.scale is ScaleRule.LADDER and x_t.op is Op.ROTATE_FOLD
         if not ladder or not self.saved_x.plain_codes or not x.needs_only_amax or q is None or q != x.quantizer:
             return self
         again = q.format is E4M3 and q.rounding is NEAREST and q.scale in POWERS_OF_TWO
-        return replace(self, saved_x=replace(self.saved_x, rounded_again=True)) if again else self
+        form = replace(self.saved_x, rounded_again=True, from_norm=from_norm)
+        return replace(self, saved_x=form) if again else self
 
     def gemms(self) -> dict[str, GemmPlan]:
         """Return the three GEMMs by name."""

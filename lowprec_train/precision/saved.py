@@ -24,6 +24,8 @@ class SavedForm:
     codes a byte. folded: FOLD3's FP8 carriers under a scale per row; if also packed, E2M1 codes and E4M3 block scales.
     residual: includes the clamped outliers. scale_only: only the scale, for an estimator. rounded_again: the matrix
     itself, which the op that made it saves too, and the scale of its codes, for wgrad's op to round it again.
+    from_norm: instead of that matrix, which is the result of an RMSNorm, its input, which the norm saves, its rates and
+    its weight.
     """
 
     quantizer: Quantizer | None = None
@@ -33,6 +35,7 @@ class SavedForm:
     residual: bool = False
     scale_only: bool = False
     rounded_again: bool = False
+    from_norm: bool = False
 
     @property
     def two_level(self) -> bool:
@@ -44,7 +47,7 @@ class SavedForm:
         """Number of saved tensors."""
         if self.quantizer is None or self.scale_only:
             return 1
-        return 2 + self.two_level + 2 * self.residual + self.split_carriers
+        return 2 + self.two_level + 2 * self.residual + self.split_carriers + 2 * self.from_norm
 
     @property
     def plain_codes(self) -> bool:
@@ -61,7 +64,8 @@ class SavedForm:
         if self.quantizer is None:
             return "as it is"
         if self.rounded_again:
-            return "as the op before saves it, rounded again"
+            norm, op = "as the input of the norm before, normalised and", "as the op before saves it,"
+            return f"{norm if self.from_norm else op} rounded again"
         what = "scale" if self.scale_only else "packed codes" if self.packed else "codes"
         what += " and scales of blocks" * self.split_carriers
         return what + " of the transpose" * self.transposed + ", outliers" * self.residual
@@ -72,7 +76,8 @@ class SavedOperand:
     """A saved operand.
 
     tensors: the matrix; or codes, the scale or its two levels, then values and columns of the residual. Split carriers:
-    codes, block scales, row scales. Rounded again: the matrix and the scale.
+    codes, block scales, row scales. Rounded again: the matrix and the scale; from a norm: its input, the scale, the
+    rates and the weight.
     """
 
     form: SavedForm

@@ -75,7 +75,9 @@ def layout(run: RunConfig) -> MetaModel:
     for phase in made:
         checks.linears(model, phase.recipes, tokens=tokens)
         phase.saved_activations.check(model)
-    return MetaModel(model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather)
+    return MetaModel(
+        model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather, compile=run.compile
+    )
 
 
 def choices(run: RunConfig, laid_out: MetaModel) -> Choices:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import lowprec_train
-from lowprec_train.config import PrecisionConfig
+from lowprec_train.config import Compile, PrecisionConfig
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.model.attention import Attention
 from lowprec_train.model.layers import Rotary
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Block, Transformer
 from lowprec_train.numerics.formats import Format, Rounding
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.parallel.all_gather_format import all_gather_format
@@ -105,6 +105,7 @@ class MetaModel:
     phases: tuple[Phase, ...]
     tokens: int  # per micro-batch
     param_all_gather: str  # format in which weights are all-gathered (`parallel.all_gather_format`)
+    compile: Compile
 
     def plans(self, device: torch.device, *, shards: int = 1) -> list[Plans]:
         """Return the plan of each linear layer in each phase. shards: number of row shards of each weight."""
@@ -113,6 +114,9 @@ class MetaModel:
     def _plans(self, phase: Phase, device: torch.device, shards: int) -> Plans:
         model, form = self.model, self.param_all_gather
         producers, consumers = amax_left(model, phase.saved_activations, device)
+        compiled = self.compile is Compile.on or (self.compile is Compile.auto and device.type != "cpu")
+        for block in (each for each in model.blocks if isinstance(each, Block)):
+            block.save_norm_inputs(compiled and phase.saved_activations.of("norm") is None)
         found = {}
         for name, recipe in phase.recipes.items():
             linear = model.get_submodule(name)

@@ -212,3 +212,21 @@ def test_what_no_kernel_knows_runs_the_reference():
                 same(call(x.cuda(), on_device), want.codes)
     finally:
         formats.FORMATS.pop("E3M2"), ROUNDINGS.pop("toward_zero"), ROUNDINGS.pop("drawn_again")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_quantize_the_result_of_a_norm(dtype, special):
+    """One kernel from BF16 to E4M3 where vectors are whole and aligned; others first write the result."""
+    for rows, columns in ((5, 7), (33, 136), (1000, 4096)):
+        x, rate, weight = (
+            matrix(rows, columns, dtype, special),
+            matrix(rows, 1, torch.float32),
+            matrix(1, columns, torch.float32),
+        )
+        top = reference.normalized(x, rate, weight).nan_to_num(0.0, 0.0, 0.0).abs().amax().float().view(1, 1)
+        for format, rule in (("E4M3", "POW2"), ("E4M3", "FP32"), ("E5M2", "POW2")):
+            how = (format, (-1, -1), rule, 1.0, 0, "nearest", None, None)
+            check("quantize_by", reference.quantize_by, x, top, None, *how, rate, weight[0])
+        by_row = reference.amax(x, (1, -1))
+        check("quantize_by", reference.quantize_by, x, by_row, None, "E4M3", (1, -1), *how[2:], rate, weight[0])

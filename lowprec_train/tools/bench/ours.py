@@ -19,7 +19,7 @@ from lowprec_train.model.layers import Rotary
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws, SeedTable
 from lowprec_train.optim.norm import clip_divisor
-from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.linear import Linear, NormInput
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.bench.contestant import (
     Built,
@@ -177,10 +177,14 @@ class TorchLinear(nn.Linear):
     computes dY.
     """
 
-    def forward(self, x: Tensor, amax: Tensor | None = None, draws: Draws | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, amax: Tensor | None = None, draws: Draws | None = None, made_of: NormInput | None = None
+    ) -> Tensor:
         return super().forward(x)
 
-    def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, None]:
+    def with_grad_amax(
+        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
+    ) -> tuple[Tensor, None]:
         """As `Linear.with_grad_amax`."""
         return self(x), None
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowprec_train.model.joint_graph import partitioned
-from lowprec_train.model.transformer import Transformer, compile_method
+from lowprec_train.model.transformer import Transformer, compile_block
 from lowprec_train.precision.linear import Linear
 from lowprec_train.tools.estimate.subject import Subject
 
@@ -109,7 +109,7 @@ def _compile(model: Transformer, *, rest: bool) -> None:
     if rest:
         model.compile_blocks(**options)
     for block in () if rest else model.blocks:
-        compile_method(block, "forward", fullgraph=True, **options)
+        compile_block(block, fullgraph=True, **options)
 
 
 def only(model: Transformer, block: int | None) -> Transformer:
