@@ -300,9 +300,7 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& values, std::optiona
                                               std::vector<int64_t> tile, std::string candidates, int64_t span,
                                               bool corrected, std::optional<Tensor>, std::optional<Tensor> rate,
                                               std::optional<Tensor> weight) {
-  const bool norm = has_norm(values, rate, weight);
-  STD_TORCH_CHECK(!norm || scale.has_value(), "the result of a norm is rounded to E4M3 under a scale first");
-  const Tensor x = norm ? normalized(values, *rate, *weight) : values;
+  const Tensor x = has_norm(values, rate, weight) ? normalized(values, *rate, *weight) : values;
   const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
   if (rotation != 0) check_half_block(columns, rotation);
   STD_TORCH_CHECK(span > 0 && span <= 11, "codes fold within 11 binades, not ", span);

@@ -278,11 +278,17 @@ std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tenso
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
   const bool read = codes || (type == ScalarType::BFloat16 && (!rounds || (transposed && op.rotation == HALF_ROTATION)));
-  const int64_t shared = scale.has_value() ? shared_of(StoredRows<Code8>{}, columns) : shared_of(StoredRows<Bf16>{}, columns);
+  const auto rows_of_norm = [&] {
+    return NormRows{static_cast<const Bf16*>(call.x), data_of<float>(norm->first), data_of<float>(norm->second)};
+  };
+  const int64_t shared = scale.has_value() ? shared_of(StoredRows<Code8>{}, columns)
+                         : norm.has_value() ? shared_of(rows_of_norm(), columns)
+                                            : shared_of(StoredRows<Bf16>{}, columns);
   const bool fused = read && (transposed ? fits(call, TRANSPOSED_SHARED, rows % 8 == 0, op.by) : rows_fit(call, shared, op.by));
   if (norm.has_value()) {
     call.how.rate = data_of<float>(norm->first), call.how.weight = data_of<float>(norm->second);
-    if (!fused || !aligned(call.how.rate, 16)) return folded(normalized(x, norm->first, norm->second), scale, transposed, op);
+    const bool inside = fused && transposed == rounds && aligned(call.how.rate, 16) && aligned(call.how.weight, 16);
+    if (!inside) return folded(normalized(x, norm->first, norm->second), scale, transposed, op);
   }
   if (rounds && !fused) return folded(rounded_codes(x, *scale), scale, transposed, op);
   if (transposed || !fused) made.clear(fused ? 2 * column_amax_size(call.rows, call.columns) : 0);
@@ -293,6 +299,7 @@ std::tuple<Tensor, Tensor> folded(const Tensor& given, const std::optional<Tenso
       using In = typename decltype(tag)::Type;
       if constexpr (std::is_same_v<In, Bf16> || std::is_same_v<In, Code8>) {
         if (transposed) launch_ladder_transposed<In>(call);
+        else if (norm.has_value()) launch_rows(call, rows_of_norm());
         else launch_rows(call, StoredRows<In>{{}, static_cast<const In*>(call.x)});
       }
     });
@@ -311,7 +318,6 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Ten
                                               std::optional<Tensor> weight) {
   std::optional<std::pair<Tensor, Tensor>> norm;
   if (has_norm(x, rate, weight)) norm = {dense(*rate), dense(*weight)};
-  STD_TORCH_CHECK(!norm.has_value() || scale.has_value(), "the result of a norm is rounded to E4M3 under a scale first");
   return folded(x, scale, transposed, {signs, rotation, gain, tile, candidates_of(candidates), span, corrected}, norm);
 }
 

@@ -43,6 +43,45 @@ struct StoredRows : WithoutTable {
   }
 };
 
+// Rows of the result of an RMSNorm, from its input, its rates and its weight (ops/reference.py normalized).
+struct NormRows {
+  static constexpr int chunks = CHUNKS<Bf16, ROW>, each = ROW / 4;  // each: chunks of a thread's weights
+  const Bf16* x;
+  const float *rate, *weight;
+
+  LOWPREC_HD int table(int columns) const { return (columns + 32 * ROW - 1) / (32 * ROW) * 32 * each; }
+
+  // The weight, for each warp as its part of a row is.
+  __device__ __forceinline__ void prepare(uint4* table, int columns) const {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int j = 0; j < each; ++j) {
+      const int chunk = j * 32 + lane, column = warp * 32 * ROW + chunk * 4;
+      uint4* to = table + warp * 32 * each + swizzled<each>(chunk / each, chunk % each);
+      *to = column < columns ? *reinterpret_cast<const uint4*>(weight + column) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  __device__ __forceinline__ void fetch(int64_t row, int columns, uint4* to, const uint4*) const {
+    lowprec::fetch<Bf16, ROW>(x + row * columns, columns, to);
+  }
+  __device__ __forceinline__ void take(uint32_t (&pairs)[ROW / 2], int64_t row, int, uint4* stage, const uint4* table,
+                                       const LadderInput&) const {
+    const float times = __ldg(rate + row);
+    take_pairs<Bf16, ROW>(pairs, stage, 1.0f);
+    table += (threadIdx.x >> 5) * 32 * each;
+#pragma unroll
+    for (int j = 0; j < each; ++j) {
+      const uint4 by = table[swizzled<each>(threadIdx.x & 31, j)];
+      const auto product = [&](uint32_t pair, uint32_t low, uint32_t high) {
+        return bits_of_pair(__floats2bfloat162_rn(bits_float(pair << 16) * times * bits_float(low),
+                                                  bits_float(pair & 0xffff0000u) * times * bits_float(high)));
+      };
+      pairs[2 * j] = product(pairs[2 * j], by.x, by.y);
+      pairs[2 * j + 1] = product(pairs[2 * j + 1], by.z, by.w);
+    }
+  }
+};
+
 // Rows of the gradient of SwiGLU (gated.cu), computed here and written to dx. A pair of elements is one gate and one up.
 // Codes of a row may be written over its dy, which a warp has read for the same bytes.
 struct GatedRows : WithoutTable {

@@ -67,6 +67,7 @@ class Block(nn.Module):
         for name, layer in self.named_modules():
             if only_norms and isinstance(layer, Linear):
                 layer.keeps_w, layer.keeps_x = True, name == f"mlp.{getattr(mlp, 'feeds', '')}"
+                layer.rounds_again = True
 
     def forward(
         self,
@@ -77,7 +78,18 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        return self.recompute(self._residual, x_BTD, angles, mask_B1TT, seq_len, cache, draws)
+        again = self._rounds_again(x_BTD) if self.recompute is RECOMPUTE["norms"] else False
+        recompute = RECOMPUTE["none"] if again else self.recompute
+        return recompute(self._residual, x_BTD, angles, mask_B1TT, seq_len, cache, draws)
+
+    def _rounds_again(self, x_BTD: Tensor) -> bool:
+        """Return whether the linears themselves recompute what norms and attention return (`Linear.rounds_again`)."""
+        if not torch.compiler.is_compiling():
+            return False
+        linears = _fed_by_norm(self.attention), getattr(self.attention, "out", None), _fed_by_norm(self.mlp)
+        rows, how = x_BTD.shape[:-1].numel(), (x_BTD.dtype, x_BTD.device)
+        takes = (each is not None and not each.recipe.takes_values and each.split is None for each in linears)
+        return all(takes) and all(each.plan(rows, *how).saved_x.rounded_again for each in linears if each is not None)
 
     def _residual(
         self,
@@ -104,7 +116,7 @@ class Block(nn.Module):
         """Let linears that take the result of an RMSNorm save its input instead (`Linear.norm`), or no more. A compiled
         block saves it for the norm's own backward pass, an eager one an FP32 copy; a recomputed one saves neither.
         """
-        possible = compiled and type(self) is Block and self.recompute is RECOMPUTE["none"]
+        possible = compiled and type(self) is Block and self.recompute in (RECOMPUTE["none"], RECOMPUTE["norms"])
         for module, norm in ((self.attention, self.attention_norm), (self.mlp, self.mlp_norm)):
             linear = _fed_by_norm(module)
             if linear is not None:

@@ -273,12 +273,9 @@ def rotate_fold_ladder(  # type: ignore[no-untyped-def]
     which are first decoded to BF16, or values, which are first rounded to such codes under one scale. signs: seed of
     the rotation's signs; rotation: its block size, 0 for none; gain: as for `hadamard_half`. corrected: multiply row
     scales by their factor. rate [m] and weight [k]: x is the input of an RMSNorm, whose result is rounded
-    (`normalized`). Raises ValueError for values and several scales, and for a norm without a scale.
+    (`normalized`). Raises ValueError for values and several scales.
     """
-    if rate is not None:
-        if scale is None:
-            raise ValueError("the result of a norm is rounded to E4M3 under a scale first")
-        x = normalized(x, rate, weight)
+    x = x if rate is None else normalized(x, rate, weight)
     if scale is not None:
         if x.dtype != torch.float8_e4m3fn:
             if scale.numel() != 1:

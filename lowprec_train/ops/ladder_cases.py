@@ -68,7 +68,7 @@ def rotate_fold_ladder() -> Cases:
         made[f"{way} of FP32, rounded"] = (x.float(), torch.tensor([[2.0]]), transposed, None, 0, 1.0, *how, True)
         norm = None, 1.0 + rows.flip(0), values(8, 128)[0]
         made[f"{way} of a norm"] = (x, torch.tensor([[4.0]]), transposed, signs, 128, 2.0**-4, *how, True, *norm)
-        made[f"{way} of a norm, plain"] = (x, torch.tensor([[4.0]]), transposed, None, 0, 1.0, *how, False, *norm)
+        made[f"{way} of a norm, plain"] = (x, None, transposed, None, 0, 1.0, *how, False, *norm)
         made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, 2.0**-4, *how, True)
         made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, 2.0**-3, *how, True)
         made[f"{way}, one rung"] = (x, None, transposed, signs, 64, 0.125, [1, 16], "none", 11, True)

@@ -76,6 +76,7 @@ class Linear(nn.Linear):
     keeps_x, keeps_w: X or its codes, and the codes of W, are saved although `model.recompute` would recompute them.
     compiled_x: in a compiled model, the kernel that makes x is compiled too, so it can compute its amax.
     x_is_saved: the op that makes x saves it for its own backward pass (`LinearPlan.rounding_x_again`).
+    rounds_again: what that op saves is rounded again, even if this takes an op more.
     norm: the RMSNorm whose result x is, in a compiled block, where the norm saves its input and not x. In a tuple,
     because it is no part of this layer.
     """
@@ -90,13 +91,14 @@ class Linear(nn.Linear):
     keeps_w: bool
     compiled_x: bool
     x_is_saved: bool
+    rounds_again: bool
     norm: tuple[nn.Module] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.site = self.draws = self.observer = self.split = self.gathered = self.weight_amax = None
         self.keeps_x = self.keeps_w = False
-        self.compiled_x, self.x_is_saved, self.norm = True, False, None
+        self.compiled_x, self.x_is_saved, self.rounds_again, self.norm = True, False, False, None
         self.recipe = LinearRecipe()
 
     @property
@@ -155,7 +157,7 @@ class Linear(nn.Linear):
         return self.norm is not None and self.norm[0].quantizer is None and self.split is None
 
     def _plan_key(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
-        flags = self.keeps_x, self.keeps_w, self.compiled_x, self.x_is_saved, self.saves_norm_input
+        flags = self.keeps_x, self.keeps_w, self.compiled_x, self.x_is_saved, self.rounds_again, self.saves_norm_input
         return tokens, dtype, device, *self._making, self.split is None, *flags
 
     def _compile_plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
@@ -169,7 +171,7 @@ class Linear(nn.Linear):
         """Return the plan with what this layer knows about the ops around it."""
         plan = replace(plan, keeps_x=self.keeps_x, keeps_w=self.keeps_w, compiled_x=self.compiled_x)
         again = self.x_is_saved or self.saves_norm_input
-        return plan.rounding_x_again(self.saves_norm_input) if again else plan
+        return plan.rounding_x_again(self.saves_norm_input, self.rounds_again) if again else plan
 
     def backend_layer(self) -> BackendLayer:
         """The backend's implementation of this layer; created once per recipe."""

@@ -136,6 +136,8 @@ class LinearGemms:
         """Return codes of X, its outliers, and X as it is saved for backward. rest: X, or X minus its mean."""
         spec, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
         codes = codes_t = residual = None
+        if made_of and form.folded:
+            return self._folded(spec, made_of[0], None, None, *made_of[1:]), None, SavedOperand(form, made_of)
         if made_of:
             codes = of_norm(spec.quantizer, x, *made_of)
             return codes, None, SavedOperand(form, (made_of[0], codes.scale, *made_of[1:]))
@@ -153,7 +155,7 @@ class LinearGemms:
             return codes, residual, SavedOperand(form, (x,))
         if form.rounded_again:
             assert codes is not None
-            return codes, residual, SavedOperand(form, (x, codes.scale))
+            return codes, residual, SavedOperand(form, (x, *([] if form.folded else [codes.scale])))
         if codes_t is None and later.source is Source.FORWARD:
             folds = later.op is Op.ROTATE_FOLD
             codes_t = self._folded(later, rest) if folds else self._rounded(later, rest.t().contiguous())
@@ -199,20 +201,15 @@ class LinearGemms:
         spec = self.plan.dgrad.b
         if spec.source is Source.FPROP_CODES:
             assert w is not None
-            return self._carriers_t(w, dy) if spec.folded else self.plan.dgrad.a.scale_apart(w.transposed_codes(dy))
+            return (
+                w.folded_transpose(self.split, dy)
+                if spec.folded
+                else self.plan.dgrad.a.scale_apart(w.transposed_codes(dy))
+            )
         matrix = cast(weight if w is None or w.form.scale_only else w.codes().dequantize(dtype), dtype)
         if spec.op is Op.ROTATE_FOLD:
             return self._folded(spec, matrix, after=dy if weight.dtype == dtype else None), None
         return self._operand(spec, matrix.t().contiguous()), None
-
-    def _carriers_t(self, w: SavedOperand, dy: Tensor) -> tuple[Quantized, Factor]:
-        """Return codes of W^T [k, n] with block scales folded in, and W's row scales, which are multiplied into dY."""
-        codes = w.codes()
-        folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span), dy)
-        if self.split is not None and self.split.dim == 1:  # a row's largest block may be on another rank
-            whole = self.split.group.all_reduce_max(scale)
-            folded, scale = torch.ops.lowprec.dequantize(folded, scale / whole).to(folded.dtype), whole
-        return Quantized(torch.ops.lowprec.transpose(folded, dy), torch.ones_like(scale[:1])), scale.t()
 
     def _input_t(self, x: SavedOperand, dtype: torch.dtype, dy: Tensor) -> tuple[Tensor | Quantized, Factor]:
         """Return X^T [k, m] or its codes, and their row scales if these are multiplied into dY^T. dy: not read."""
@@ -222,9 +219,14 @@ class LinearGemms:
         if spec.source is Source.FPROP_CODES:
             return self.plan.wgrad.a.scale_apart(x.transposed_codes())
         if spec.op is Op.ROTATE_FOLD:
-            if plain or x.form.rounded_again:
-                return self._folded(spec, *(x.tensors[0], None) if plain else x.tensors[:2], dy, *x.tensors[2:]), None
-            codes = x.codes()
+            if plain:
+                return self._folded(spec, x.tensors[0]), None
+            if x.form.rounded_again and not x.form.folded:
+                return self._folded(spec, *x.tensors[:2], dy, *x.tensors[2:]), None
+            if x.form.rounded_again:
+                codes = self._folded(self.plan.fprop.a, x.tensors[0], None, dy, *x.tensors[1:])
+            else:
+                codes = x.codes()
             return self._folded(spec, codes.codes, codes.scale), None
         matrix = x.tensors[0] if plain else cast(x.codes().dequantize(dtype), dtype)
         return self._operand(spec, matrix.t().contiguous()), None

@@ -243,16 +243,23 @@ class LinearPlan:
         """Return whether, in a compiled graph, the kernel that makes the operand's matrix may be compiled too."""
         return operand.operand is Operand.A and (self.compiled_x or operand.name != "X")
 
-    def rounding_x_again(self, from_norm: bool = False) -> LinearPlan:
-        """Return the plan for an X that the op before saves for its own backward pass: instead of codes of E4M3 under a
-        power of two it saves X, which takes no memory of its own, if the op that makes X^T can round it again.
-        from_norm: X is the result of an RMSNorm, which saves its input; that is saved, and normalised again too.
+    def rounding_x_again(self, from_norm: bool = False, costly: bool = False) -> LinearPlan:
+        """Return the plan for an X that the op before saves for its own backward pass: instead of codes it saves X,
+        which takes no memory of its own, if the backward pass can round it again. from_norm: X is the result of an
+        RMSNorm, which saves its input; that is saved, and normalised again too.
+
+        Codes of E4M3 under a power of two are rounded again by wgrad's op for FOLD3, which takes hardly any time. Those
+        of FOLD3 take an op more, and are rounded again only if `costly`.
         """
         x, x_t, q = self.fprop.a, self.wgrad.b, self.saved_x.quantizer
         ladder = x_t.quantizer is not None and x_t.quantizer.scale is ScaleRule.LADDER and x_t.op is Op.ROTATE_FOLD
-        if not ladder or not self.saved_x.plain_codes or not x.needs_only_amax or q is None or q != x.quantizer:
+        if not ladder or q is None or q != x.quantizer or x.source is not Source.FRESH or x.cut is not None:
             return self
-        again = q.format is E4M3 and q.rounding is NEAREST and q.scale in POWERS_OF_TWO
+        if self.saved_x.plain_codes and x.needs_only_amax:
+            again = q.format is E4M3 and q.rounding is NEAREST and q.scale in POWERS_OF_TWO
+        else:
+            folded = x.op is Op.ROTATE_FOLD and self.saved_x.folded and not self.saved_x.packed
+            again = costly and folded and q.scale is ScaleRule.LADDER and not (self.needs_x_mean or self.adds_means)
         form = replace(self.saved_x, rounded_again=True, from_norm=from_norm)
         return replace(self, saved_x=form) if again else self
 

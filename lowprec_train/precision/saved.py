@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lowprec_train.group import kept
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.precision.gemm import carrier_of
 from lowprec_train.precision.outliers import Residual
+from lowprec_train.precision.split import Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,9 @@ class SavedForm:
         """Number of saved tensors."""
         if self.quantizer is None or self.scale_only:
             return 1
-        return 2 + self.two_level + 2 * self.residual + self.split_carriers + 2 * self.from_norm
+        if self.rounded_again:
+            return 2 - self.folded + 2 * self.from_norm
+        return 2 + self.two_level + 2 * self.residual + self.split_carriers
 
     @property
     def plain_codes(self) -> bool:
@@ -76,8 +80,8 @@ class SavedOperand:
     """A saved operand.
 
     tensors: the matrix; or codes, the scale or its two levels, then values and columns of the residual. Split carriers:
-    codes, block scales, row scales. Rounded again: the matrix and the scale; from a norm: its input, the scale, the
-    rates and the weight.
+    codes, block scales, row scales. Rounded again: the matrix, or the norm's input; the scale of the codes, unless they
+    are folded; the norm's rates and weight.
     """
 
     form: SavedForm
@@ -111,6 +115,17 @@ class SavedOperand:
             return quantizer.wrap(codes, scale)
         tensor = self.tensors[2]
         return quantizer.wrap(codes, scale.float() * tensor, {"block": scale, "tensor": tensor})
+
+    def folded_transpose(self, split: Split | None, dy: Tensor) -> tuple[Quantized, Tensor]:
+        """Codes of the transposed weight [k, n] with block scales folded in, and the weight's row scales, which are to
+        be multiplied into dY. dy: not read.
+        """
+        codes = self.codes()
+        folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span), dy)
+        if split is not None and split.dim == 1:  # a row's largest block may be on another rank
+            whole = split.group.all_reduce_max(scale)
+            folded, scale = torch.ops.lowprec.dequantize(folded, scale / whole).to(folded.dtype), whole
+        return Quantized(torch.ops.lowprec.transpose(folded, dy), torch.ones_like(scale[:1])), scale.t()
 
     def transposed_codes(self, after: Tensor | None = None) -> Quantized:
         """The codes of the transposed matrix. after: a gradient, if the matrix is a weight (ops/schema.py)."""

@@ -125,11 +125,13 @@ def test_values_that_are_rounded_to_e4m3_first(kind, transposed):
 @ways
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_input_of_a_norm(kind, transposed):
-    """Columns of BF16 under a rotation of 128 in one kernel, others in several; a tile has 256 tokens of 32 columns."""
+    """In one kernel: columns of BF16 under a rotation of 128 that are rounded to E4M3 first, and rows of BF16 that are
+    not; others in several. A tile has 256 tokens of 32 columns, a warp's part of a row 1024 columns.
+    """
     for dtype in (torch.bfloat16, torch.float32):
         for m, k in ((256, 256), (384, 1160 if transposed else 1152), (640, 96)):
             x, rate, weight = matrix(kind, m, k, dtype), matrix("normal", m, 1).abs(), matrix("normal", k, 1)[:, 0]
-            for scale in (torch.tensor([[0.25]]), torch.tensor([[0.3]])):
+            for scale in (torch.tensor([[0.25]]), torch.tensor([[0.3]]), None):
                 for rotation in (each for each in (0, 32, 128) if not each or (m if transposed else k) % each == 0):
                     check(x, scale, transposed, rotation, "mse", 11, True, None, rate, weight)
 

@@ -66,10 +66,14 @@ def test_recipes_take_modifiers():
     assert [each.name for each in ours.contestants(["fp4"], head="fp8", own=True)][1] == "fp4 (fp8 head, own optimizer)"
     run = ours.Ours.parse("fp4+head").run(WORK)
     assert run.precision.policy["head"] == {"_target_": "lowprec_train.recipes.fp8.recipe"}
+    assert run.model.recompute == "none" and ours.Ours.parse("w4a8+norms").run(WORK).model.recompute == "norms"
+    assert ours.Ours.parse("w4a8+norms").contestant.name == "w4a8 (norms recomputed)"
     with pytest.raises(ValueError, match="no recipe 'fp9'"):
         ours.contestants(["fp9"])
     for text in ("fp8+tail", "fp8+current", "te_fp8+current+block"):
-        with pytest.raises(ValueError, match="a recipe takes \\+own and \\+head, and te_fp8 one of its scalings"):
+        with pytest.raises(
+            ValueError, match=r"a recipe takes \+own, \+head and \+norms, and te_fp8 one of its scalings"
+        ):
             ours.contestants([text])
 
 

@@ -95,7 +95,8 @@ def _step_options(step: argparse.ArgumentParser) -> None:
         "--recipes",
         type=names,
         default=RECIPES,
-        help="recipes; suffix +own: with the recipe's optimizer, +head: with an FP8 head; default: %(default)s",
+        help="recipes; suffix +own: with the recipe's optimizer, +head: with an FP8 head, +norms: with "
+        "model.recompute=norms; default: %(default)s",
     )
     step.add_argument(
         "--peers",

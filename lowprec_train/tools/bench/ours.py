@@ -39,12 +39,15 @@ FP8_HEAD = "fp8"  # the recipe whose GEMMs `+head` gives to the output projectio
 
 @dataclass(frozen=True)
 class Ours:
-    """A recipe with its modifiers: `fp8`, `coat+own` (own optimizer), `fp8+head` (an FP8 head), `te_fp8+current`."""
+    """A recipe with its modifiers: `fp8`, `coat+own` (own optimizer), `fp8+head` (an FP8 head), `w4a8+norms`
+    (model.recompute=norms), `te_fp8+current`.
+    """
 
     recipe: str
     own: bool = False
     head: str | None = None
     scaling: str | None = None
+    norms: bool = False
 
     @classmethod
     def parse(cls, text: str, *, head: str | None = None, own: bool = False) -> Ours:
@@ -53,12 +56,15 @@ class Ours:
         if recipe not in choices("recipe"):
             raise ValueError(f"no recipe {recipe!r}; there are {', '.join(choices('recipe'))}")
         scalings = [each for each in modifiers if each in choices("precision/scaling")] if recipe == LIBRARY else []
-        if (unknown := set(modifiers) - {"own", "head", *scalings}) or len(scalings) > 1:
+        if (unknown := set(modifiers) - {"own", "head", "norms", *scalings}) or len(scalings) > 1:
             wrong = ", ".join(sorted(unknown)) or " and ".join(scalings)
-            raise ValueError(f"{text}: {wrong}: a recipe takes +own and +head, and {LIBRARY} one of its scalings")
+            raise ValueError(
+                f"{text}: {wrong}: a recipe takes +own, +head and +norms, and {LIBRARY} one of its scalings"
+            )
         head = head or (FP8_HEAD if "head" in modifiers else None)
         scaling = scalings[0] if scalings else None
-        return cls(recipe, own or "own" in modifiers, None if recipe == BASELINE else head, scaling)
+        own, head = own or "own" in modifiers, None if recipe == BASELINE else head
+        return cls(recipe, own, head, scaling, "norms" in modifiers)
 
     @property
     def contestant(self) -> Contestant:
@@ -67,6 +73,7 @@ class Ours:
             *([self.scaling] if self.scaling else []),
             *([f"{self.head} head"] if self.head else []),
             *(["own optimizer"] if self.own else []),
+            *(["norms recomputed"] if self.norms else []),
         ]
         name = f"{self.recipe} ({', '.join(changes)})" if changes else self.recipe
         made = Contestant(name=name, build=self.build, update=self.update, baseline=self.recipe == BASELINE)
@@ -75,6 +82,7 @@ class Ours:
     def run(self, work: Work) -> RunConfig:
         """Return the configuration of its run."""
         chosen = [f"+precision/scaling={self.scaling}"] if self.scaling else []
+        chosen += ["model.recompute=norms"] if self.norms else []
         work = work.baseline if self.recipe == BASELINE else work
         run = composed(*work.hydra, f"+recipe={self.recipe}", *chosen)
         if self.head:
