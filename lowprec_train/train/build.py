@@ -70,14 +70,12 @@ def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[
 def layout(run: RunConfig) -> MetaModel:
     """Return model and policy on the meta device, checked against each other. Allocates no memory at any size."""
     model = without_memory(run.model)
-    made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
+    made, form, tokens = phases(run, model), run.parallel.param_all_gather, run.micro_batch * run.data["seq_len"]
     check_settings(run, made)
     for phase in made:
         checks.linears(model, phase.recipes, tokens=tokens)
         phase.saved_activations.check(model)
-    return MetaModel(
-        model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather, compile=run.compile
-    )
+    return MetaModel(model=model, phases=made, tokens=tokens, param_all_gather=form, compile=run.compile)
 
 
 def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
