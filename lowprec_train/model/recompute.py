@@ -1,15 +1,16 @@
 """Activation recomputation: what a block saves for its backward pass, and what it recomputes.
 
-`none` saves everything. `full` saves the input of a block and recomputes the block. `selective` saves the outputs of
-GEMMs, of attention and of collectives, and recomputes everything else, because it is cheap: norms, activations,
-residual sums, casts, rotations, and the codes of X and of W. Compiled, it saves queries and keys after the rotary
-embedding, which take the same memory, unless they have norms. Tensor-parallel ranks gather X or its codes
-again, because the rows of all ranks are as many times larger as there are ranks. `norms` recomputes less: norms, and
-the codes of what norms and attention return. It saves what the last linear of a block takes and the codes of W
-(`group.kept`), but eager it is as `selective`. All give the same bits: rounding
-is deterministic or draws from tensors that do not change between forward and backward, so no random state is saved.
-Inductor computes fused operations in FP32 and rounds what it saves, so its losses differ between the modes by what
-compiled and eager losses differ, 1e-5 of a loss.
+`none` saves everything that no op makes again on its way (`Linear.saves_norm_input`). `full` saves the input of a block
+and recomputes the block. `selective` saves the outputs of GEMMs, of attention and of collectives, and recomputes
+everything else, because it is cheap: norms, activations, residual sums, casts, rotations, and the codes of X and of W.
+Compiled, it saves queries and keys after the rotary embedding, which take the same memory, unless they have norms.
+Tensor-parallel ranks gather X or its codes again, because the rows of all ranks are as many times larger as there are
+ranks. `norms` recomputes less: norms, and the codes of what norms and attention return. It saves what the last linear
+of a block takes and the codes of W (`group.kept`), but eager it is as `selective`. Where linears can round X again from
+what norms and attention save for themselves (`Linear.rounds_again`), a compiled block does only that, and nothing else
+is recomputed. All give the same bits: rounding is deterministic or draws from tensors that do not change between
+forward and backward, so no random state is saved. Inductor computes fused operations in FP32 and rounds what it saves,
+so its losses differ between the modes by what compiled and eager losses differ, 1e-5 of a loss.
 
 Norms and activations under a `SavedActivationPolicy` compute from codes, which are smaller than the output of the GEMM
 before them. Under `selective` their codes are saved instead of it, and what they compute is recomputed from the codes

@@ -23,11 +23,24 @@ def under_amax(how: Quantizer, x: Tensor, amax: Tensor, seed: Tensor | None, ori
     return how.wrap(*kernel(x, amax.amax().reshape(1, 1), None, *how.arguments, seed, origin))
 
 
-def of_norm(how: Quantizer | None, y: Tensor, x: Tensor, rate: Tensor, weight: Tensor) -> Quantized:
-    """Quantise the result y [m, k] of an RMSNorm by a quantiser whose tile is the whole matrix, to nearest, from the
-    norm's input x [m, k], rates [m, 1] and weight [k]. Of y only the amax is used, of each row first: a compiled graph
-    computes that where it makes y, and does not write y.
+def rounded_by_amax(how: Quantizer, y: Tensor, norm: tuple[Tensor, ...], amax: bool) -> tuple[Quantized, Tensor]:
+    """Quantise y [m, k] to nearest under one scale; return the codes and what rounds y again, its amax or its scale.
+
+    norm: of the RMSNorm whose result y is, its input [m, k], rates [m, 1] and weight [k]; else empty. With it only the
+    amax of y is used, of each row first: a compiled graph computes that where it makes y, and does not write y.
     """
-    assert how is not None and not how.stochastic
-    kernel, amax = how.kernel("quantize_by", x.device), y.abs().amax(dim=1).float()
-    return how.wrap(*kernel(x, amax.amax().reshape(1, 1), None, *how.arguments, None, None, rate, weight))
+    assert not how.stochastic
+    if not norm and not amax:
+        codes = how(y)
+        return codes, codes.scale
+    most = y.abs().amax(dim=1).float().amax().reshape(1, 1) if norm else torch.ops.lowprec.amax(y, [-1, -1])
+    codes = again(how, *(norm[:1] or (y,)), most, *norm[1:])
+    return codes, most if amax else codes.scale
+
+
+def again(how: Quantizer, x: Tensor, amax: Tensor, *norm: Tensor, after: Tensor | None = None) -> Quantized:
+    """Quantise x, or what a norm with these rates and this weight makes of it, as `rounded_by_amax` did. after: not
+    read.
+    """
+    kernel = how.kernel("quantize_by", x.device)
+    return how.wrap(*kernel(x, amax, None, *how.arguments, None, None, *(norm or (None, None)), after))

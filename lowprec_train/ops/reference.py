@@ -151,6 +151,7 @@ def quantize_by(  # type: ignore[no-untyped-def]
     origin,
     rate=None,
     weight=None,
+    after=None,
 ):
     """`quantize` for a part x of a matrix whose tiles exceed it. amax: largest magnitudes of the tiles; tops
     [m / rows, 1]: of whole rows, for the span; None computes them from amax. rate [m] and weight [k]: x is the input of

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowprec_train.group import rounded
 from lowprec_train.numerics import rotated
 from lowprec_train.numerics.draws import SiteDraws
-from lowprec_train.numerics.one_scale import amax_of_rows, of_norm, under_amax
+from lowprec_train.numerics.one_scale import amax_of_rows, rounded_by_amax, under_amax
 from lowprec_train.numerics.pairs import both
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import accumulate, carrier_of, cast, multiply
@@ -138,9 +138,10 @@ class LinearGemms:
         codes = codes_t = residual = None
         if made_of and form.folded:
             return self._folded(spec, made_of[0], None, None, *made_of[1:]), None, SavedOperand(form, made_of)
-        if made_of:
-            codes = of_norm(spec.quantizer, x, *made_of)
-            return codes, None, SavedOperand(form, (made_of[0], codes.scale, *made_of[1:]))
+        if form.rounded_again and not form.folded:
+            assert spec.quantizer is not None
+            codes, level = rounded_by_amax(spec.quantizer, x, made_of, form.transposed)
+            return codes, None, SavedOperand(form, (*(made_of[:1] or (x,)), level, *made_of[1:]))
         if spec.source is Source.ALL_GATHERED:
             codes = self._gathered_rows(spec, rest)
         elif spec.op is Op.QUANTIZE_OUTLIERS:
@@ -153,9 +154,8 @@ class LinearGemms:
             codes = self._rounded(spec, rest, amax=amax)
         if form.quantizer is None:
             return codes, residual, SavedOperand(form, (x,))
-        if form.rounded_again:
-            assert codes is not None
-            return codes, residual, SavedOperand(form, (x, *([] if form.folded else [codes.scale])))
+        if form.rounded_again:  # codes of FOLD3
+            return codes, residual, SavedOperand(form, (x,))
         if codes_t is None and later.source is Source.FORWARD:
             folds = later.op is Op.ROTATE_FOLD
             codes_t = self._folded(later, rest) if folds else self._rounded(later, rest.t().contiguous())
@@ -217,7 +217,7 @@ class LinearGemms:
         if spec.source is Source.FORWARD:
             return x.codes(), None
         if spec.source is Source.FPROP_CODES:
-            return self.plan.wgrad.a.scale_apart(x.transposed_codes())
+            return self.plan.wgrad.a.scale_apart(x.transposed_codes(dy if x.form.rounded_again else None))
         if spec.op is Op.ROTATE_FOLD:
             if plain:
                 return self._folded(spec, x.tensors[0]), None

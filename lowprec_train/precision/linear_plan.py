@@ -249,19 +249,27 @@ class LinearPlan:
         RMSNorm, which saves its input; that is saved, and normalised again too.
 
         Codes of E4M3 under a power of two are rounded again by wgrad's op for FOLD3, which takes hardly any time. Those
-        of FOLD3 take an op more, and are rounded again only if `costly`.
+        of FOLD3, and of the transpose under one scale, take an op or two more, and are rounded again only if `costly`.
         """
-        x, x_t, q = self.fprop.a, self.wgrad.b, self.saved_x.quantizer
-        ladder = x_t.quantizer is not None and x_t.quantizer.scale is ScaleRule.LADDER and x_t.op is Op.ROTATE_FOLD
-        if not ladder or q is None or q != x.quantizer or x.source is not Source.FRESH or x.cut is not None:
+        x, x_t, q, form = self.fprop.a, self.wgrad.b, self.saved_x.quantizer, self.saved_x
+        if (
+            q is None
+            or q != x.quantizer
+            or x.source is not Source.FRESH
+            or x.cut is not None
+            or self.saves_mean
+            or x.mean_split
+        ):
             return self
-        if self.saved_x.plain_codes and x.needs_only_amax:
-            again = q.format is E4M3 and q.rounding is NEAREST and q.scale in POWERS_OF_TWO
-        else:
-            folded = x.op is Op.ROTATE_FOLD and self.saved_x.folded and not self.saved_x.packed
-            again = costly and folded and q.scale is ScaleRule.LADDER and not (self.needs_x_mean or self.adds_means)
-        form = replace(self.saved_x, rounded_again=True, from_norm=from_norm)
-        return replace(self, saved_x=form) if again else self
+        one_scale = q.format is E4M3 and q.rounding is NEAREST and q.tile == (-1, -1) and q.scale in POWERS_OF_TWO
+        ladder = x_t.quantizer is not None and x_t.quantizer.scale is ScaleRule.LADDER and x_t.op is Op.ROTATE_FOLD
+        both = one_scale and x.op is Op.QUANTIZE_BOTH and form.transposed and x_t.source is Source.FPROP_CODES
+        folded = ladder and x.op is Op.ROTATE_FOLD and q.scale is ScaleRule.LADDER and form.folded and not form.packed
+        free = ladder and one_scale and form.plain_codes and x.needs_only_amax
+        if not (free or (costly and (both or folded))):
+            return self
+        fprop = replace(self.fprop, a=replace(x, op=Op.QUANTIZE)) if both else self.fprop
+        return replace(self, fprop=fprop, saved_x=replace(form, rounded_again=True, from_norm=from_norm))
 
     def gemms(self) -> dict[str, GemmPlan]:
         """Return the three GEMMs by name."""

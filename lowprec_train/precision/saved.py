@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.group import kept
+from lowprec_train.numerics.one_scale import again
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.precision.gemm import carrier_of
 from lowprec_train.precision.outliers import Residual
@@ -80,8 +81,8 @@ class SavedOperand:
     """A saved operand.
 
     tensors: the matrix; or codes, the scale or its two levels, then values and columns of the residual. Split carriers:
-    codes, block scales, row scales. Rounded again: the matrix, or the norm's input; the scale of the codes, unless they
-    are folded; the norm's rates and weight.
+    codes, block scales, row scales. Rounded again: the matrix, or the norm's input; the scale of its codes, or if these
+    are transposed its amax, or if they are folded nothing; the norm's rates and weight.
     """
 
     form: SavedForm
@@ -128,7 +129,12 @@ class SavedOperand:
         return Quantized(torch.ops.lowprec.transpose(folded, dy), torch.ones_like(scale[:1])), scale.t()
 
     def transposed_codes(self, after: Tensor | None = None) -> Quantized:
-        """The codes of the transposed matrix. after: a gradient, if the matrix is a weight (ops/schema.py)."""
+        """The codes of the transposed matrix. after: a gradient, if the forward pass could make them as well
+        (ops/schema.py).
+        """
+        if self.form.rounded_again:
+            assert self.form.quantizer is not None
+            return again(self.form.quantizer, *self.tensors, after=after).t(after)
         return self.codes() if self.form.transposed else self.codes().t(after)
 
     def scale(self) -> Tensor:
