@@ -70,15 +70,15 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         draws: Draws | None = None,
         *,
-        made_of: NormInput | None = None,
+        norm_input: NormInput | None = None,
     ) -> Tensor:
         """seq_len: T, if x has a rank's share of all tokens, [1, BT / ranks, D]. cache: keys and values of earlier
-        tokens; those of x are appended. draws: of the block. made_of: of x (`Linear.saves_norm_input`).
+        tokens; those of x are appended. draws: of the block. norm_input: of x (`Linear.saves_norm_input`).
         """
         if angles is not None and self.is_plain and torch.is_grad_enabled():
-            qkv_BTN, codes = self.qkv.with_grad_codes(x_BTD, draws, made_of)
+            qkv_BTN, codes = self.qkv.with_grad_codes(x_BTD, draws, norm_input)
         else:
-            qkv_BTN, codes = self.qkv(x_BTD, draws=draws, made_of=made_of), None
+            qkv_BTN, codes = self.qkv(x_BTD, draws=draws, norm_input=norm_input), None
         if seq_len is not None:
             qkv_BTN = qkv_BTN.view(-1, seq_len, qkv_BTN.shape[-1])
         if angles is not None and codes is not None:

@@ -52,11 +52,11 @@ class RMSNorm(QuantizedSavedInput):
             return self.through_codes(RMS(self.eps), (x_BTD,), (self.weight,))
         return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
 
-    def made_of(self, x_BTD: Tensor) -> NormInput:
+    def norm_input(self, x_BTD: Tensor) -> NormInput:
         """Return what `forward` makes its result of, without gradients."""
         with torch.no_grad():
             rate_BT1 = torch.rsqrt(x_BTD.float().pow(2).mean(dim=-1, keepdim=True).add(self.eps))
-        return NormInput(x_BTD, rate_BT1, self.weight)
+        return NormInput(x_BTD, rate_BT1, self.weight.float())
 
 
 class LayerNorm(QuantizedSavedInput):
@@ -95,15 +95,15 @@ class SwiGLU(QuantizedSavedInput):
         self.gate_up = Linear(dim, 2 * ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, draws: Draws | None = None, *, made_of: NormInput | None = None) -> Tensor:
-        """made_of: of x (`Linear.saves_norm_input`)."""
-        given = x_BTD, draws, made_of
+    def forward(self, x_BTD: Tensor, draws: Draws | None = None, *, norm_input: NormInput | None = None) -> Tensor:
+        """norm_input: of x (`Linear.saves_norm_input`)."""
+        given = x_BTD, draws, norm_input
         if self.quantizer is None:
             return self.down(*gated_silu(*self.gate_up.with_grad_codes_or_amax(*given)), draws=draws)
         if self.fuses(x_BTD):
             how = self.quantizer, self.recomputes
             return self.down(*quantized_gated_silu(*self.gate_up.with_grad_amax(*given), *how), draws=draws)
-        gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws, made_of=made_of).unflatten(-1, (-1, 2)).unbind(-1)
+        gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws, norm_input=norm_input).unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()), draws=draws)
 
 
@@ -120,13 +120,13 @@ class GELU(QuantizedSavedInput):
         self.up = Linear(dim, ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, draws: Draws | None = None, *, made_of: NormInput | None = None) -> Tensor:
-        """made_of: of x (`Linear.saves_norm_input`)."""
+    def forward(self, x_BTD: Tensor, draws: Draws | None = None, *, norm_input: NormInput | None = None) -> Tensor:
+        """norm_input: of x (`Linear.saves_norm_input`)."""
         if self.fuses(x_BTD):
             assert self.quantizer is not None
             how = self.quantizer, self.recomputes
-            return self.down(*quantized_gelu(*self.up.with_grad_amax(x_BTD, draws, made_of), *how), draws=draws)
-        up_BTF = self.up(x_BTD, draws=draws, made_of=made_of)
+            return self.down(*quantized_gelu(*self.up.with_grad_amax(x_BTD, draws, norm_input), *how), draws=draws)
+        up_BTF = self.up(x_BTD, draws=draws, norm_input=norm_input)
         if self.quantizer is not None:
             return self.down(self.through_codes(TanhGELU(), (up_BTF,), ()), draws=draws)
         return self.down(F.gelu(up_BTF, approximate="tanh"), draws=draws)

@@ -110,7 +110,7 @@ class Block(nn.Module):
         if linear is None or not linear.saves_norm_input:
             return module(norm(x_BTD), *context)
         assert isinstance(norm, RMSNorm)
-        return module(norm(x_BTD), *context, made_of=norm.made_of(x_BTD))
+        return module(norm(x_BTD), *context, norm_input=norm.norm_input(x_BTD))
 
     def save_norm_inputs(self, compiled: bool = True) -> None:
         """Let linears that take the result of an RMSNorm save its input instead (`Linear.norm`), or no more. A compiled
@@ -120,7 +120,7 @@ class Block(nn.Module):
         for module, norm in ((self.attention, self.attention_norm), (self.mlp, self.mlp_norm)):
             linear = _fed_by_norm(module)
             if linear is not None:
-                takes = type(norm) is RMSNorm and "made_of" in signature(module.forward).parameters
+                takes = type(norm) is RMSNorm and "norm_input" in signature(module.forward).parameters
                 linear.norm = (norm,) if possible and takes else None
 
 

@@ -23,7 +23,7 @@ def under_amax(how: Quantizer, x: Tensor, amax: Tensor, seed: Tensor | None, ori
     return how.wrap(*kernel(x, amax.amax().reshape(1, 1), None, *how.arguments, seed, origin))
 
 
-def rounded_by_amax(how: Quantizer, y: Tensor, norm: tuple[Tensor, ...], amax: bool) -> tuple[Quantized, Tensor]:
+def quantize_repeatably(how: Quantizer, y: Tensor, norm: tuple[Tensor, ...], amax: bool) -> tuple[Quantized, Tensor]:
     """Quantise y [m, k] to nearest under one scale; return the codes and what rounds y again, its amax or its scale.
 
     norm: of the RMSNorm whose result y is, its input [m, k], rates [m, 1] and weight [k]; else empty. With it only the
@@ -34,12 +34,12 @@ def rounded_by_amax(how: Quantizer, y: Tensor, norm: tuple[Tensor, ...], amax: b
         codes = how(y)
         return codes, codes.scale
     most = y.abs().amax(dim=1).float().amax().reshape(1, 1) if norm else torch.ops.lowprec.amax(y, [-1, -1])
-    codes = again(how, *(norm[:1] or (y,)), most, *norm[1:])
+    codes = quantize_again(how, *(norm[:1] or (y,)), most, *norm[1:])
     return codes, most if amax else codes.scale
 
 
-def again(how: Quantizer, x: Tensor, amax: Tensor, *norm: Tensor, after: Tensor | None = None) -> Quantized:
-    """Quantise x, or what a norm with these rates and this weight makes of it, as `rounded_by_amax` did. after: not
+def quantize_again(how: Quantizer, x: Tensor, amax: Tensor, *norm: Tensor, after: Tensor | None = None) -> Quantized:
+    """Quantise x, or what a norm with these rates and this weight makes of it, as `quantize_repeatably` did. after: not
     read.
     """
     kernel = how.kernel("quantize_by", x.device)

@@ -188,49 +188,49 @@ class Linear(nn.Linear):
         *,
         with_dy: WithDY = WithDY.NOTHING,
         draws: Draws | None = None,
-        made_of: NormInput | None = None,
+        norm_input: NormInput | None = None,
     ) -> Any:
         """y [..., out]; with `with_dy`, what `with_grad_amax` or `with_grad_codes` returns.
 
         amax: a tensor whose largest element is max |x|, if the kernel that produced x wrote one. draws: seeds of the
-        micro-batch; this layer uses those at `site`. made_of: of x, if `saves_norm_input`.
+        micro-batch; this layer uses those at `site`. norm_input: of x, if `saves_norm_input`.
         """
         site_draws = self.draws if draws is None or self.site is None else draws.site(self.site)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         wanted = with_dy if bias is None else WithDY.NOTHING
         if self.split is None:
-            y, placeholder = self._product(x, bias, amax, site_draws, wanted, made_of=made_of)
+            y, placeholder = self._product(x, bias, amax, site_draws, wanted, norm_input=norm_input)
         else:
             y, placeholder = self._sharded(self.split, x.flatten(end_dim=-2), bias, amax, site_draws, wanted)
         return y if with_dy is WithDY.NOTHING else (y, placeholder)
 
     def with_grad_amax(
-        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
+        self, x: Tensor, draws: Draws | None = None, norm_input: NormInput | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(y, grad_amax). grad_amax is an FP32 vector of zeros, one element per row, or None if no GEMM of the backward
         pass would use it: with a bias, in BF16, under another library's backend, or if dY is divided between ranks.
 
         The consumer of y returns the amax of dY as the gradient of `grad_amax`, which spares this layer a pass over dY.
         """
-        result: tuple[Tensor, Tensor | None] = self(x, with_dy=WithDY.AMAX, draws=draws, made_of=made_of)
+        result: tuple[Tensor, Tensor | None] = self(x, with_dy=WithDY.AMAX, draws=draws, norm_input=norm_input)
         return result
 
     def with_grad_codes(
-        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
+        self, x: Tensor, draws: Draws | None = None, norm_input: NormInput | None = None
     ) -> tuple[Tensor, GradCodes | None]:
         """(y, grad_codes) if dgrad can use codes of dY from the op that computes it; else (y, None).
 
         The consumer of y returns codes and scales as gradients of `GradCodes`, which spares this layer a pass over dY.
         """
-        how = {"with_dy": WithDY.CODES, "draws": draws, "made_of": made_of}
+        how = {"with_dy": WithDY.CODES, "draws": draws, "norm_input": norm_input}
         result: tuple[Tensor, GradCodes | None] = self(x, **how)
         return result
 
     def with_grad_codes_or_amax(
-        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
+        self, x: Tensor, draws: Draws | None = None, norm_input: NormInput | None = None
     ) -> tuple[Tensor, GradCodes | Tensor | None]:
         """`with_grad_codes` if that returns codes, else `with_grad_amax`."""
-        how = {"with_dy": WithDY.CODES_OR_AMAX, "draws": draws, "made_of": made_of}
+        how = {"with_dy": WithDY.CODES_OR_AMAX, "draws": draws, "norm_input": norm_input}
         result: tuple[Tensor, GradCodes | Tensor | None] = self(x, **how)
         return result
 
@@ -242,7 +242,7 @@ class Linear(nn.Linear):
         draws: SiteDraws | None,
         with_dy: WithDY,
         plan: LinearPlan | None = None,
-        made_of: NormInput | None = None,
+        norm_input: NormInput | None = None,
     ) -> tuple[Tensor, GradCodes | Tensor | None]:
         given, rows = self.gathered, x.flatten(end_dim=-2)
         if self.recipe.takes_values:
@@ -260,8 +260,11 @@ class Linear(nn.Linear):
             with_dy = WithDY.CODES if plan.dgrad.a.needs_only_dy and x.dtype.itemsize == 2 else other
         arguments = (plan, self.observer, self.split, amax, self.weight_amax, with_dy, coded, len(seeds))
         if plan.saved_x.from_norm:
-            assert made_of is not None
-            tensors += made_of.x.detach().view_as(rows), made_of.rate, made_of.weight.detach()
+            if norm_input is None:
+                raise ValueError(
+                    "this layer saves the input of the norm before it, and takes it as norm_input (RMSNorm.norm_input)"
+                )
+            tensors += norm_input.x.detach().view_as(rows), norm_input.rate, norm_input.weight.detach()
         out = _LinearFunction.apply(rows, leaf, *arguments, *seeds, *tensors)
         y, *placeholders = out if isinstance(out, tuple) else (out,)
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # more rows than x if its codes were gathered
@@ -308,11 +311,11 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, leaf, plan, observer, split, amax, weight_amax, with_dy, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
         end = len(tensors) - 3 * plan.saved_x.from_norm
-        seeds, given, made_of = tensors[:drawn], tensors[drawn:end], tensors[end:]
+        seeds, given, norm_input = tensors[:drawn], tensors[drawn:end], tensors[end:]
         weight = given[0] if given and not coded else leaf
         gathered = SavedOperand(plan.saved_w, given) if coded else None
         gemms = LinearGemms(plan, _draws(seeds), observer, split)
-        y, saved = gemms.forward(x, weight, amax, gathered, weight_amax, made_of)
+        y, saved = gemms.forward(x, weight, amax, gathered, weight_amax, norm_input)
         ctx.gemms_of, ctx.dtype, ctx.into = (plan, observer, split), x.dtype, leaf.dtype
         ctx.drawn, ctx.tensors, ctx.with_dy = drawn, len(tensors), with_dy
         ctx.save_for_backward(weight, *seeds, *saved)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowprec_train.group import rounded
 from lowprec_train.numerics import rotated
 from lowprec_train.numerics.draws import SiteDraws
-from lowprec_train.numerics.one_scale import amax_of_rows, rounded_by_amax, under_amax
+from lowprec_train.numerics.one_scale import amax_of_rows, quantize_repeatably, under_amax
 from lowprec_train.numerics.pairs import both
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import accumulate, carrier_of, cast, multiply
@@ -56,17 +56,17 @@ class LinearGemms:
         amax: Tensor | None = None,
         gathered: SavedOperand | None = None,
         weight_amax: Tensor | None = None,
-        made_of: tuple[Tensor, ...] = (),
+        norm_input: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, tensors that `backward` needs besides the weight).
 
         amax: a tensor whose largest element is max |x|, if available. gathered: all-gathered codes of the weight; then
         only the dtype of `weight` is used, for dw. weight_amax: amax of the whole weight, if already all-reduced.
-        made_of: a `NormInput`, if the plan saves it.
+        norm_input: a `NormInput`, if the plan saves it.
         """
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
         rest, mean = without_mean(x) if self.plan.needs_x_mean else (x, None)
-        codes_x, residual, saved_x = self._input(x, rest, amax, made_of)
+        codes_x, residual, saved_x = self._input(x, rest, amax, norm_input)
         saved_x = saved_x.kept() if self.plan.keeps_x else saved_x
         codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
         if self.plan.keeps_w and saved_w is not None and gathered is None:
@@ -131,17 +131,17 @@ class LinearGemms:
     # --- forward ---
 
     def _input(
-        self, x: Tensor, rest: Tensor, amax: Tensor | None, made_of: tuple[Tensor, ...]
+        self, x: Tensor, rest: Tensor, amax: Tensor | None, norm_input: tuple[Tensor, ...]
     ) -> tuple[Quantized | None, Residual | None, SavedOperand]:
         """Return codes of X, its outliers, and X as it is saved for backward. rest: X, or X minus its mean."""
         spec, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
         codes = codes_t = residual = None
-        if made_of and form.folded:
-            return self._folded(spec, made_of[0], None, None, *made_of[1:]), None, SavedOperand(form, made_of)
+        if norm_input and form.folded:
+            return self._folded(spec, norm_input[0], None, None, *norm_input[1:]), None, SavedOperand(form, norm_input)
         if form.rounded_again and not form.folded:
             assert spec.quantizer is not None
-            codes, level = rounded_by_amax(spec.quantizer, x, made_of, form.transposed)
-            return codes, None, SavedOperand(form, (*(made_of[:1] or (x,)), level, *made_of[1:]))
+            codes, level = quantize_repeatably(spec.quantizer, x, norm_input, form.transposed)
+            return codes, None, SavedOperand(form, (*(norm_input[:1] or (x,)), level, *norm_input[1:]))
         if spec.source is Source.ALL_GATHERED:
             codes = self._gathered_rows(spec, rest)
         elif spec.op is Op.QUANTIZE_OUTLIERS:

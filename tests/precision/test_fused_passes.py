@@ -117,7 +117,7 @@ def attention(recipe: LinearRecipe, kind: type[Attention] = Attention) -> tuple[
 def test_the_gradient_of_rotary_positions_with_its_codes_is_the_gradient_and_then_its_codes(name, monkeypatch):
     recipe = RECIPES[name]
     got, ops = attention(recipe)
-    monkeypatch.setattr(Linear, "with_grad_codes", lambda linear, x, draws, made_of: (linear(x, draws=draws), None))
+    monkeypatch.setattr(Linear, "with_grad_codes", lambda linear, x, draws, norm_input: (linear(x, draws=draws), None))
     want, alone = attention(recipe)
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     folds = name in ("fp4_fold", "fp8_eden4")

@@ -107,6 +107,8 @@ def test_an_observer_sees_codes_and_an_eager_block_saves_them():
     block.zero_grad()
     block.save_norm_inputs()
     seen = []
+    with pytest.raises(ValueError, match="takes it as norm_input"):
+        block.attention.qkv(x)
     for linear in (block.attention.qkv, block.mlp.gate_up):
         linear.observer = lambda spec, x, codes: seen.append(spec.name)
     observed, _ = results(block, x, context)

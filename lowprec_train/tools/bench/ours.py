@@ -186,12 +186,12 @@ class TorchLinear(nn.Linear):
     """
 
     def forward(
-        self, x: Tensor, amax: Tensor | None = None, draws: Draws | None = None, made_of: NormInput | None = None
+        self, x: Tensor, amax: Tensor | None = None, draws: Draws | None = None, norm_input: NormInput | None = None
     ) -> Tensor:
         return super().forward(x)
 
     def with_grad_amax(
-        self, x: Tensor, draws: Draws | None = None, made_of: NormInput | None = None
+        self, x: Tensor, draws: Draws | None = None, norm_input: NormInput | None = None
     ) -> tuple[Tensor, None]:
         """As `Linear.with_grad_amax`."""
         return self(x), None
