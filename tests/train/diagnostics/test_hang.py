@@ -33,7 +33,7 @@ def test_the_places_are_there():
 
 
 BETWEEN_TENSOR_PARALLEL_RANKS = {"group.py", "model/loss.py", "model/rows.py", "numerics/quantizer.py"} | {
-    f"precision/{name}.py" for name in ("linear_gemms", "outliers")
+    f"precision/{name}.py" for name in ("linear_gemms", "outliers", "saved")
 }
 
 
