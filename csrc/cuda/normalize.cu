@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(THREADS) emit_norm(const Bf16* __restrict__ x,
   constexpr int EACH = 4;
   const TileScale of = tile_scale(bits_float(*amax), how);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale = of.scale;
-  const uint32_t first = (gridDim.x - 1 - blockIdx.x) * THREADS * EACH + threadIdx.x;  
+  const uint32_t first = (gridDim.x - 1 - blockIdx.x) * THREADS * EACH + threadIdx.x;
   Vector<Bf16> held[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {

@@ -252,14 +252,8 @@ class LinearPlan:
         of FOLD3, and of the transpose under one scale, take an op or two more, and are rounded again only if `costly`.
         """
         x, x_t, q, form = self.fprop.a, self.wgrad.b, self.saved_x.quantizer, self.saved_x
-        if (
-            q is None
-            or q != x.quantizer
-            or x.source is not Source.FRESH
-            or x.cut is not None
-            or self.saves_mean
-            or x.mean_split
-        ):
+        changed = x.source is not Source.FRESH or x.cut is not None or x.mean_split or self.saves_mean
+        if q is None or q != x.quantizer or changed:
             return self
         one_scale = q.format is E4M3 and q.rounding is NEAREST and q.tile == (-1, -1) and q.scale in POWERS_OF_TWO
         ladder = x_t.quantizer is not None and x_t.quantizer.scale is ScaleRule.LADDER and x_t.op is Op.ROTATE_FOLD

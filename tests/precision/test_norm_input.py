@@ -4,6 +4,7 @@ saved codes, and a byte an element less.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,6 +147,31 @@ def test_a_module_of_a_user_that_takes_no_norm_input_is_not_given_one():
     block.save_norm_inputs()
     assert not block.attention.qkv.saves_norm_input and not block.mlp[0].gate_up.saves_norm_input
     results(block, x, context)
+
+
+class OwnMLP(nn.Module):
+    fed_by_norm = "linear"
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = Linear(dim, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, draws: Any = None, norm_input: Any = None) -> Tensor:
+        return self.linear(x_BTD, draws=draws, norm_input=norm_input)
+
+
+def test_a_module_of_a_user_that_hands_it_on_saves_it():
+    found, forms = [], []
+    for method in (partial(compile_method, name="forward"), compile_block):
+        block, x, context = block_of("fp8_eden4", "llama_tiny", "model.recompute=none")
+        torch.manual_seed(0)
+        block.mlp = OwnMLP(x.shape[-1])
+        block.mlp.linear.recipe = RECIPES["fp8_eden4"]
+        method(block, fullgraph=True, backend=partitioned)
+        found.append(results(block, x, context)[0])
+        forms.append(form(block.mlp.linear))
+    assert forms[0] == "codes" and "norm" in forms[1]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
