@@ -47,7 +47,14 @@ def linear(recipe: str) -> Linear:
 
 
 ROUNDING = ("quantize", "quantize_both", "quantize_nvfp4", "quantize_carrier", "quantize_outliers", "outlier_bounds")
-ROUNDING += ("rotate_fold", "rotate_fold_ladder", "quantize_eden", "quantize_four_over_six")
+ROUNDING += (
+    "quantize_by",
+    "quantize_transposed",
+    "rotate_fold",
+    "rotate_fold_ladder",
+    "quantize_eden",
+    "quantize_four_over_six",
+)
 
 
 @contextmanager

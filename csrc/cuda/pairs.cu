@@ -1,11 +1,14 @@
-// quantize_both and transpose: a matrix and its transpose, in blocks of 128x128.
+// quantize_both, quantize_transposed and transpose: a matrix and its transpose, in blocks of 128x128.
 //
 // A thread has 8x8 elements: eight 16-byte loads are in flight before the first use, 16 threads write 128 bytes of a
 // row at a time, and transposed codes go through 16 KB of shared memory, in 8-byte chunks swizzled by column to avoid
 // bank conflicts on both sides. Tiles within 128x128 need one read; the amax of a row, a column or the tensor needs a
 // read before it (or the producer's `amax`).
 #include "cuda/amax.h"
+#include "cuda/normalize.h"
 #include "cuda/quantize.h"
+#include "cuda/saved.h"
+#include "norm_arguments.h"
 
 namespace lowprec {
 namespace {
@@ -299,6 +302,47 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
   write_transposed(transposed, codes_t, rows, columns);
 }
 
+// E4M3 codes of the transpose alone, under one scale. normed: x is the input of an RMSNorm, of whose result amax is.
+template <typename In, bool normed>
+__global__ void __launch_bounds__(THREADS) emit_transposed(const In* __restrict__ data, const float* __restrict__ rate,
+                                                           const float* __restrict__ weight, const uint32_t* __restrict__ amax,
+                                                           uint8_t* __restrict__ codes_t, float* __restrict__ scale,
+                                                           int64_t rows, int64_t columns, ScaleRule how) {
+  __shared__ alignas(16) uint8_t transposed[BLOCK * BLOCK];
+  const Place at;
+  Vector<In> x[8];
+  load_block(x, data, at, rows, columns);
+  const TileScale of = tile_scale(bits_float(*amax), how);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scale = of.scale;
+  float by[8] = {};
+  if constexpr (normed) {
+    if (at.column < columns) load_floats(by, weight + at.column);
+  }
+  uint32_t words[8][2];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float v[8];
+    if constexpr (normed) {
+      const float times = at.row + i < rows ? __ldg(rate + at.row + i) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = x[i][j] * times * by[j];
+      const Vector<In> y = round_to_stream<In>(v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = y[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = x[i][j];
+    }
+    over_scale(v, of, how.divides());
+    Codes<Format::E4M3> made;
+    made.encode_nearest(v, of.inverse);
+    words[i][0] = made.words[0], words[i][1] = made.words[1];
+  }
+  transpose_block(words, transposed, at);
+  __syncthreads();
+  write_transposed(transposed, codes_t, rows, columns);
+}
+
 __global__ void __launch_bounds__(THREADS) transpose_bytes(const uint8_t* __restrict__ codes, uint8_t* __restrict__ codes_t,
                                                            int64_t rows, int64_t columns) {
   __shared__ alignas(16) uint8_t transposed[BLOCK * BLOCK];
@@ -466,6 +510,38 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
   return {codes, scale, codes_t, scale_t};
 }
 
+std::tuple<Tensor, Tensor> quantize_transposed(const Tensor& given, const Tensor& amax_given, std::string format_name,
+                                               std::string rule, double headroom, std::optional<Tensor> rate_given,
+                                               std::optional<Tensor> weight_given, std::optional<Tensor>) {
+  const bool normed = has_norm(given, rate_given, weight_given);
+  const Tensor x = dense(given), amax = dense(amax_given);
+  const int64_t rows = rows_of(x), columns = x.size(1);
+  STD_TORCH_CHECK(amax.numel() == 1, "quantize_transposed: ", amax.numel(), " maxima of one tile");
+  const Format format = parse_format(format_name);
+  const Tensor rate = normed ? dense(*rate_given) : x, weight = normed ? dense(*weight_given) : x;
+  const bool blocks = format == Format::E4M3 && columns % 8 == 0 && rows % 16 == 0 && aligned(x.const_data_ptr(), 16) &&
+                      (!normed || norm_fits(x, weight));
+  if (!blocks) {
+    return quantize_whole(transposed_values(normed ? normalized(x, rate, weight) : x), amax, format_name, rule, headroom);
+  }
+  const ScaleRule how = scale_rule_of(format, parse_rule(rule), headroom, 0);
+  Tensor codes_t = empty_like_device(x, {columns, rows}, carrier_of(format));
+  Tensor scale = empty_like_device(x, {1, 1}, ScalarType::Float);
+  const dim3 grid(ceil_div(columns, BLOCK), ceil_div(rows, BLOCK));
+  const auto launch = [&](auto in, auto with_norm) {
+    using In = decltype(in);
+    constexpr bool of_norm = decltype(with_norm)::value;
+    emit_transposed<In, of_norm><<<grid, THREADS, 0, stream_of(x)>>>(
+        data_of<In>(x), of_norm ? data_of<float>(rate) : nullptr, of_norm ? data_of<float>(weight) : nullptr,
+        reinterpret_cast<const uint32_t*>(data_of<float>(amax)), mutable_data_of<uint8_t>(codes_t),
+        mutable_data_of<float>(scale), rows, columns, how);
+  };
+  if (normed) launch(Bf16{}, std::true_type{});
+  else with_input(x, [&](auto in) { launch(typename decltype(in)::Type{}, std::false_type{}); });
+  check_launch("quantize_transposed");
+  return {codes_t, scale};
+}
+
 Tensor transpose_codes(const Tensor& given, std::optional<Tensor>) {
   const Tensor codes = dense(given);
   STD_TORCH_CHECK(codes.element_size() == 1, "transpose takes codes of one byte, not of ", codes.element_size());
@@ -488,5 +564,6 @@ Tensor transpose_codes(const Tensor& given, std::optional<Tensor>) {
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
   m.impl("quantize_both", TORCH_BOX(&lowprec::quantize_both));
+  m.impl("quantize_transposed", TORCH_BOX(&lowprec::quantize_transposed));
   m.impl("transpose", TORCH_BOX(&lowprec::transpose_codes));
 }

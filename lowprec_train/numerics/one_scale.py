@@ -34,13 +34,17 @@ def quantize_repeatably(how: Quantizer, y: Tensor, norm: tuple[Tensor, ...], ama
         codes = how(y)
         return codes, codes.scale
     most = y.abs().amax(dim=1).float().amax().reshape(1, 1) if norm else torch.ops.lowprec.amax(y, [-1, -1])
-    codes = quantize_again(how, *(norm[:1] or (y,)), most, *norm[1:])
+    x, *of_norm = norm or (y, None, None)
+    codes = how.wrap(*how.kernel("quantize_by", y.device)(x, most, None, *how.arguments, None, None, *of_norm))
     return codes, most if amax else codes.scale
 
 
-def quantize_again(how: Quantizer, x: Tensor, amax: Tensor, *norm: Tensor, after: Tensor | None = None) -> Quantized:
-    """Quantise x, or what a norm with these rates and this weight makes of it, as `quantize_repeatably` did. after: not
-    read.
+def quantize_transposed(
+    how: Quantizer, x: Tensor, amax: Tensor, *norm: Tensor, after: Tensor | None = None
+) -> Quantized:
+    """Quantise the transpose of x, or of what a norm with these rates and this weight makes of it, to the codes that
+    `quantize_repeatably` made. after: not read.
     """
-    kernel = how.kernel("quantize_by", x.device)
-    return how.wrap(*kernel(x, amax, None, *how.arguments, None, None, *(norm or (None, None)), after))
+    kernel = how.kernel("quantize_transposed", x.device)
+    scaled = how.format.name, how.scale.value, how.range_share
+    return how.wrap(*kernel(x, amax, *scaled, *(norm or (None, None)), after))

@@ -374,6 +374,7 @@ def cases(op: str) -> Cases:
             for name, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16))
         },
         "rotate_fold": _rotate_fold,
+        **norm_cases.BY_OP,
         **activation_cases.BY_OP,
         **eden_cases.BY_OP,
         **ladder_cases.BY_OP,

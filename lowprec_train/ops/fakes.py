@@ -55,6 +55,10 @@ def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, head
     )
 
 
+def _quantize_transposed(x, amax, format, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=parse_format(format).carrier), _scale_like(x, (-1, -1))
+
+
 def _row_carriers(x, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
 
@@ -238,6 +242,7 @@ FAKES: dict[str, Callable] = {
     "quantize_by": _quantize_by,
     "quantize_nvfp4_by": _quantize_nvfp4_by,
     "quantize_both": _quantize_both,
+    "quantize_transposed": _quantize_transposed,
     **dict.fromkeys(("quantize_outliers", "quantize_carrier"), _row_carriers),
     "transpose": _transpose,
     "copy_weight": _copy_weight,

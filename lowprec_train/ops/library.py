@@ -149,8 +149,9 @@ LADDER = (
     "pack_ladder",
     "unpack_ladder",
 )
+PAIRS = ("quantize_both", "quantize_transposed", "quantize_outliers", "transpose")
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
-EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
+EAGER |= {name: getattr(pairs, name) for name in PAIRS}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"block_scaled_mm": block_scaled.reference, "bf16_mm": cublas.reference}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
@@ -167,7 +168,7 @@ EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 
 
 NAMED = tuple(name for name, schema in SCHEMAS.items() if "str rounding" in schema or "str candidates" in schema)
-NAMED += ("quantize_both",)
+NAMED += ("quantize_both", "quantize_transposed")
 """Ops whose format, rounding or scale candidates are arguments; they have a `reference` overload."""
 
 for _name, _schema in SCHEMAS.items():

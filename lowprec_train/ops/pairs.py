@@ -34,6 +34,15 @@ def quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headr
     return codes, scale, codes_t, scale_t
 
 
+def quantize_transposed(x, amax, format, scale_rule, headroom, rate=None, weight=None, after=None):  # type: ignore[no-untyped-def]
+    """Return codes [k, m] and scale [1, 1] of the transpose of x [m, k], to nearest. amax [1, 1]: the largest |x|. rate
+    [m] and weight [k]: x is the input of an RMSNorm, whose result is quantised, and of which amax is.
+    """
+    how = ((-1, -1), scale_rule, headroom, 0, "nearest", None, None, rate, weight)
+    codes, scale = reference.quantize_by(x, amax.reshape(1, 1), None, format, *how)
+    return transpose(codes), scale
+
+
 def quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
     """Return carrier codes and scale of x [m, k], with bounds and amax from its rows."""
     amax = reference.amax(x, (1, -1))

@@ -49,6 +49,10 @@ SCHEMAS = {
         "(Tensor x, Tensor? amax, Tensor? across, Tensor? down, str format, int[2] tile, int[2] tile_t,"
         " str scale_rule, float headroom) -> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
     ),
+    "quantize_transposed": (
+        "(Tensor x, Tensor amax, str format, str scale_rule, float headroom, Tensor? rate=None, Tensor? weight=None,"
+        " Tensor? after=None) -> (Tensor codes, Tensor scale)"
+    ),
     "quantize_outliers": "(Tensor x, int clipped) -> (Tensor codes, Tensor scale)",
     "quantize_carrier": "(Tensor x, Tensor low, Tensor high, Tensor amax) -> (Tensor codes, Tensor scale)",
     "outlier_bounds": "(Tensor x, int clipped) -> (Tensor low, Tensor high)",

@@ -216,7 +216,7 @@ class LinearGemms:
         spec, plain = self.plan.wgrad.b, x.form.quantizer is None
         if spec.source is Source.FORWARD:
             return x.codes(), None
-        if spec.source is Source.FPROP_CODES:
+        if spec.source is Source.FPROP_CODES or spec.op is Op.QUANTIZE_TRANSPOSED:
             return self.plan.wgrad.a.scale_apart(x.transposed_codes(dy if x.form.rounded_again else None))
         if spec.op is Op.ROTATE_FOLD:
             if plain:

@@ -52,14 +52,15 @@ class Source(Enum):
 class Op(Enum):
     """The op that produces an operand.
 
-    QUANTIZE_BOTH writes an operand and its transpose. ROTATE_FOLD writes codes in an FP8 carrier, of a matrix or of its
-    transpose. ROUND writes the rounded values in BF16.
+    QUANTIZE_BOTH writes an operand and its transpose, QUANTIZE_TRANSPOSED the transpose alone. ROTATE_FOLD writes codes
+    in an FP8 carrier, of a matrix or of its transpose. ROUND writes the rounded values in BF16.
     """
 
     NONE = ""
     QUANTIZE = "quantize"
     QUANTIZE_OUTLIERS = "quantize_outliers"
     QUANTIZE_BOTH = "quantize_both"
+    QUANTIZE_TRANSPOSED = "quantize_transposed"
     ROTATE_FOLD = "rotate_fold"
     ROUND = "round"
 
@@ -248,8 +249,8 @@ class LinearPlan:
         which takes no memory of its own, if the backward pass can round it again. from_norm: X is the result of an
         RMSNorm, which saves its input; that is saved, and normalised again too.
 
-        Codes of E4M3 under a power of two are rounded again by wgrad's op for FOLD3, which takes hardly any time. Those
-        of FOLD3, and of the transpose under one scale, take an op or two more, and are rounded again only if `costly`.
+        Codes of E4M3 under a power of two are rounded again by wgrad's op for FOLD3, or by an op that writes those of
+        the transpose, which take hardly any time. Codes of FOLD3 are rounded again only if `costly`.
         """
         x, x_t, q, form = self.fprop.a, self.wgrad.b, self.saved_x.quantizer, self.saved_x
         changed = x.source is not Source.FRESH or x.cut is not None or x.mean_split or self.saves_mean
@@ -259,11 +260,15 @@ class LinearPlan:
         ladder = x_t.quantizer is not None and x_t.quantizer.scale is ScaleRule.LADDER and x_t.op is Op.ROTATE_FOLD
         both = one_scale and x.op is Op.QUANTIZE_BOTH and form.transposed and x_t.source is Source.FPROP_CODES
         folded = ladder and x.op is Op.ROTATE_FOLD and q.scale is ScaleRule.LADDER and form.folded and not form.packed
-        free = ladder and one_scale and form.plain_codes and x.needs_only_amax
-        if not (free or (costly and (both or folded))):
+        free = both or (ladder and one_scale and form.plain_codes and x.needs_only_amax)
+        if not (free or (costly and folded)):
             return self
-        fprop = replace(self.fprop, a=replace(x, op=Op.QUANTIZE)) if both else self.fprop
-        return replace(self, fprop=fprop, saved_x=replace(form, rounded_again=True, from_norm=from_norm))
+        fprop, wgrad = self.fprop, self.wgrad
+        if both:
+            fprop = replace(fprop, a=replace(x, op=Op.QUANTIZE))
+            wgrad = replace(wgrad, b=replace(x_t, source=Source.FRESH, op=Op.QUANTIZE_TRANSPOSED))
+        form = replace(form, rounded_again=True, from_norm=from_norm)
+        return replace(self, fprop=fprop, wgrad=wgrad, saved_x=form)
 
     def gemms(self) -> dict[str, GemmPlan]:
         """Return the three GEMMs by name."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.group import kept
-from lowprec_train.numerics.one_scale import quantize_again
+from lowprec_train.numerics.one_scale import quantize_transposed
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.precision.gemm import carrier_of
 from lowprec_train.precision.outliers import Residual
@@ -134,7 +134,7 @@ class SavedOperand:
         """
         if self.form.rounded_again:
             assert self.form.quantizer is not None
-            return quantize_again(self.form.quantizer, *self.tensors, after=after).t(after)
+            return quantize_transposed(self.form.quantizer, *self.tensors, after=after)
         return self.codes() if self.form.transposed else self.codes().t(after)
 
     def scale(self) -> Tensor:

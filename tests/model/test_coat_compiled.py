@@ -31,7 +31,7 @@ def step(model: Transformer, seeds: SeedTable) -> None:
 
 
 @pytest.mark.parametrize("family", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_codes_are_made_in_forward_only_and_are_the_same(family: Mapping[str, Any]) -> None:
+def test_a_compiled_step_makes_the_same_codes(family: Mapping[str, Any]) -> None:
     seen: dict[bool, list[Tensor]] = {}
     for compiled in (False, True):
         model, seeds = build(fp8.recipe(), family, layers=1)

@@ -270,7 +270,7 @@ def test_recompute_meets_the_same_codes(model: str) -> None:
         saved[choice] = sum(name.startswith("lowprec.saved_codes") for name in calls.names)
     assert same(results["selective"], results["none"]) and same(results["full"], results["none"])
     inputs, linears, blocks = (4 if model == "llama_tiny" else 3), 4, 2
-    forward, backward = inputs + 2 * linears, linears  # x and w; dy
+    forward, backward = inputs + 2 * linears, linears + 1  # x and w; dy, and the transpose of what attention returns
     assert rounded["none"] == blocks * (forward + backward)
     assert rounded["selective"] == blocks * (2 * 2 * linears + backward)
     assert saved == {"none": 0, "selective": blocks * inputs, "full": 0}

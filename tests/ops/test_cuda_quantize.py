@@ -51,7 +51,10 @@ def check(name: str, meaning, *args) -> None:
 
 def test_kernels_are_live():
     kernels = live_kernels(torch.device("cuda"))
-    assert {kernels[name] for name in ("quantize", "amax", "quantize_by", "quantize_both", "transpose")} == {"CUDA"}
+    assert {
+        kernels[name]
+        for name in ("quantize", "amax", "quantize_by", "quantize_both", "quantize_transposed", "transpose")
+    } == {"CUDA"}
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -230,3 +233,17 @@ def test_quantize_the_result_of_a_norm(dtype, special):
             check("quantize_by", reference.quantize_by, x, top, None, *how, rate, weight[0])
         by_row = reference.amax(x, (1, -1))
         check("quantize_by", reference.quantize_by, x, by_row, None, "E4M3", (1, -1), *how[2:], rate, weight[0])
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_transposed(dtype, special):
+    """One kernel to E4M3 where vectors are whole and aligned, and rows whole lines; others transpose x first."""
+    for rows, columns in ((5, 7), (33, 136), (16, 8), (144, 200), (1008, 4096)):
+        x = matrix(rows, columns, dtype, special)
+        rate, weight = matrix(rows, 1, torch.float32), matrix(1, columns, torch.float32)
+        for norm in [()] if dtype is torch.float16 else [(), (rate, weight[0])]:
+            top = reference.amax(reference.normalized(x, *norm) if norm else x, (-1, -1))
+            for format, rule in (("E4M3", "POW2"), ("E4M3", "FP32"), ("E5M2", "POW2"), ("INT8", "FP32")):
+                for given in (top, 0.5 * top):
+                    check("quantize_transposed", pairs.quantize_transposed, x, given, format, rule, 1.0, *norm)

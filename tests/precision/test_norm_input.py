@@ -20,8 +20,8 @@ from lowprec_train.precision.policy import attach_draws
 from tests.precision.test_plan import plan
 from tests.recipes import RECIPES, system
 
-SAVES = ("fp8_eden4",)
-COSTLY = ("fp4_fold", "fp8", "w4a8")  # only under model.recompute=norms
+SAVES = ("fp8_eden4", "fp8", "w4a8")
+COSTLY = ("fp4_fold",)  # only under model.recompute=norms
 
 
 def block_of(*words: str, tokens: int = 64) -> tuple[Block, Tensor, tuple[Any, Any]]:
@@ -60,7 +60,7 @@ def test_only_codes_under_one_scale_or_of_fold3_are_made_again(name):
         assert again.saved_x.count == (3 if again.saved_x.folded else 4)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", *SAVES])
+@pytest.mark.parametrize("name", ["bf16", "mxfp4_fp8", *SAVES])
 def test_the_bits_of_saved_codes_and_a_byte_an_element_less(name):
     block, x, context = block_of(name, "llama_tiny", "model.recompute=none")
     compile_method(block, "forward", fullgraph=True, backend=partitioned)

@@ -16,16 +16,18 @@ from lowprec_train.precision.policy import attach_draws
 from tests.precision.test_plan import plan
 from tests.recipes import RECIPES, system
 
-AGAIN = ("fp8_eden4",)
+FOLDED, TRANSPOSED = ("fp8_eden4",), ("fp8", "w4a8")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_only_codes_of_e4m3_under_a_power_of_two_are_rounded_again(name):
     found = plan(RECIPES[name])
     again = found.rounding_x_again()
-    assert (again != found) == (name in AGAIN)
-    if name in AGAIN:
-        assert again.describe()["fprop"]["X"].endswith("saved: as the op before saves it, rounded again")
+    assert (again != found) == (name in FOLDED + TRANSPOSED)
+    if again != found:
+        gemms = again.describe()
+        assert gemms["fprop"]["X"] == "fresh, quantize; saved: as the op before saves it, rounded again"
+        assert (gemms["wgrad"]["X^T"] == "fresh, quantize_transposed") == (name in TRANSPOSED)
         for other in (plan(RECIPES[name], 1), plan(RECIPES[name], fused=False)):
             assert other.rounding_x_again() == other
 
@@ -45,10 +47,11 @@ def test_values_with_a_scale_are_those_of_their_codes(dtype):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_attention_saves_its_result_once(compiled, monkeypatch):
+@pytest.mark.parametrize("name", FOLDED + TRANSPOSED)
+def test_attention_saves_its_result_once(name, compiled):
     found, kept, sizes = [], [], []
     for saved in (True, False):
-        one = system("fp8_eden4", "llama_tiny", "model.recompute=none")
+        one = system(name, "llama_tiny", "model.recompute=none")
         block = one.model.blocks[0]
         for module in block.modules():
             if isinstance(module, Attention):

@@ -45,6 +45,7 @@ def test_every_op_has_a_row():
         ("quantize_both", "tensor", 6 * M * K + 8),
         ("quantize_both", "tensor, amax", 4 * M * K + 4 * M + 8),
         ("quantize_both", "row E5M2, folds", 6 * M * K + 8 * (M + K)),
+        ("quantize_transposed", "tensor, norm", 3 * M * K + 4 * (M + K) + 8),
         ("transpose", "1 byte", 2 * M * K),
         ("pack_e2m1", "E2M1", M * K + M * K // 2),
         ("unpack_e2m1", "E2M1", M * K + M * K // 2),

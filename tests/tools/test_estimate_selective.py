@@ -12,9 +12,9 @@ from tests.recipes import SYSTEMS, one_of_a_kind_by_day
 
 DIVIDED = {"fp8": 4096, "nvfp4": 2 * 4096, "fp4": 4096 + 4, "fp8_rowwise": 2 * 4096}
 """Recipe -> bytes of a row of X that are gathered again: of codes, with a scale a row, or in BF16."""
-MORE_CODES = {"coat": 0.75, "fp8_rowwise": 0.87, "quartet2": 0.88, "nvfp4": 0.92, "averis": 0.92}
+MORE_CODES = {"coat": 0.78, "fp8_rowwise": 0.87, "quartet2": 0.88, "nvfp4": 0.92, "averis": 0.92}
 """Largest share of what `none` saves of a token, for recipes that save few bytes anyway: packed codes, codes of saved
-inputs, no copy of X for wgrad. Other recipes: 0.85."""
+inputs, no copy of X for wgrad. Other recipes: 0.9, which do not save codes of what norms and attention return."""
 BY_DAY = ("fp8", "coat")
 """Each recipe compiles eight models. What blocks of others keep is in tests/model and tests/test_compiled_saved.py."""
 
@@ -27,7 +27,7 @@ def test_selective_saves_less_than_none_with_every_recipe(recipe):
     pairs = zip(*(saved_bytes(Subject(run=run), run.model.recompute).blocks for run in runs), strict=True)
     for none, selective in pairs:
         assert selective.token == kept_by_gemms(recipe, LLAMA_7B).total() and selective.fixed == 0
-        assert selective.token <= MORE_CODES.get(recipe, 0.85) * none.token
+        assert selective.token <= MORE_CODES.get(recipe, 0.9) * none.token
 
 
 @pytest.mark.parametrize(

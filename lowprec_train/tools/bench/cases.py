@@ -212,6 +212,19 @@ def _pairs() -> Iterator[Case]:
     yield Case(name="row E5M2, folds", op="quantize_both", inputs=_with_folds, call=rows, passes=2)
     transposed = _both("E2M1", row, (-1, 1), "FP32")
     yield Case(name="row E2M1, transposed", op="quantize_both", inputs=values(), call=transposed, shapes=WEIGHTS)
+
+    def alone(x: Tensor, amax: Tensor, *norm: Tensor) -> Any:
+        return ops.quantize_transposed(x, amax, "E4M3", "POW2", 1.0, *norm)
+
+    def whole_amax(m: int, k: int, device: torch.device) -> Inputs:
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        return x, ops.amax(x, tensor)
+
+    def with_norm(m: int, k: int, device: torch.device) -> Inputs:
+        return *whole_amax(m, k, device), torch.ones(m, device=device), torch.ones(k, device=device)
+
+    yield Case(name="tensor", op="quantize_transposed", inputs=whole_amax, call=alone)
+    yield Case(name="tensor, norm", op="quantize_transposed", inputs=with_norm, call=alone)
     lines = _both("E4M3", line, line, "POW2")
     yield Case(name="1x128", op="quantize_both", inputs=values(), call=lines)
     square = _both("E4M3", (BLOCK, BLOCK), (BLOCK, BLOCK), "POW2")

@@ -160,6 +160,8 @@ class Pass:
             whole = quantizer.tile == (-1, -1) or (quantizer.tile[0] == 1 and quantizer.tile[1] == -1)
             passes = read if whole and not operand.amax_from else 0
             return (passes + read + 2 * CODE) * copy
+        if operand.op is Op.QUANTIZE_TRANSPOSED:
+            return (read + CODE) * copy
         if operand.op is Op.ROTATE_FOLD:
             kind = "ladder" if quantizer.scale is ScaleRule.LADDER else "rotation"
             if kind == "rotation" and operand.rotation is None:
