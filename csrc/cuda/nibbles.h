@@ -6,6 +6,8 @@
 
 namespace lowprec {
 
+Tensor unpack_e2m1(const Tensor& packed);  // the op
+
 #if defined(__CUDACC__)
 
 // Converts four E4M3 bytes to four nibbles, each in the low half of its byte.
@@ -24,9 +26,9 @@ __device__ __forceinline__ uint32_t packed(uint32_t low, uint32_t high) {
   return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
 }
 
-// Unpacks the low 16 bits, four nibbles, into four codes.
-__device__ __forceinline__ uint32_t unpacked(uint32_t nibbles) {
-  const uint32_t size = __byte_perm(0x3c383000u, 0x4c484440u, nibbles & 0x7777u);
+// Unpacks the low 16 bits, four nibbles, into four bytes: those of a table of eight, with the sign in bit 7.
+__device__ __forceinline__ uint32_t unpacked(uint32_t nibbles, uint2 table = make_uint2(0x3c383000u, 0x4c484440u)) {
+  const uint32_t size = __byte_perm(table.x, table.y, nibbles & 0x7777u);
   return size | __byte_perm(0x00008000u, 0u, nibbles >> 3 & 0x1111u);
 }
 

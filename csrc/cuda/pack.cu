@@ -89,6 +89,8 @@ Tensor pack_e2m1(const Tensor& given) {
   return out;
 }
 
+}  // namespace
+
 Tensor unpack_e2m1(const Tensor& given) {
   STD_TORCH_CHECK(given.scalar_type() == ScalarType::Byte && given.dim() > 0, "unpack_e2m1 takes bytes");
   const Tensor in = dense(given);
@@ -98,6 +100,8 @@ Tensor unpack_e2m1(const Tensor& given) {
   check_launch("unpack_e2m1");
   return codes;
 }
+
+namespace {
 
 void unpack_e2m1_all(std::vector<Tensor> packed, std::vector<Tensor> codes) {
   STD_TORCH_CHECK(packed.size() == codes.size(), "codes for each packed tensor");

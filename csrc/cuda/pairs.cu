@@ -1,19 +1,17 @@
 // quantize_both, quantize_transposed and transpose: a matrix and its transpose, in blocks of 128x128.
 //
 // A thread has 8x8 elements: eight 16-byte loads are in flight before the first use, 16 threads write 128 bytes of a
-// row at a time, and transposed codes go through 16 KB of shared memory, in 8-byte chunks swizzled by column to avoid
-// bank conflicts on both sides. Tiles within 128x128 need one read; the amax of a row, a column or the tensor needs a
-// read before it (or the producer's `amax`).
+// row at a time. Tiles within 128x128 need one read; the amax of a row, a column or the tensor needs a read before it (or
+// the producer's `amax`).
 #include "cuda/amax.h"
 #include "cuda/normalize.h"
 #include "cuda/quantize.h"
 #include "cuda/saved.h"
+#include "cuda/transposed_block.h"
 #include "norm_arguments.h"
 
 namespace lowprec {
 namespace {
-
-constexpr int BLOCK = 128;  // rows and columns of a thread block's matrix; 16 x 16 threads with 8 x 8 elements each
 
 // Region of a scale, in coordinates of x: everything, a row, a column, 1x128, 128x1, 128x128.
 enum class Share : int { ALL, ROW, COLUMN, LINE, POST, SQUARE, OTHER };
@@ -36,17 +34,8 @@ struct Side {
   float* scale;
 };
 
-struct Place {
-  int group, lane_column;  // of this thread: rows from 8 * group, columns from 8 * lane_column
-  int64_t row, column;
-  __device__ Place()
-      : group(threadIdx.x >> 4), lane_column(threadIdx.x & 15),
-        row(static_cast<int64_t>(blockIdx.y) * BLOCK + group * 8),
-        column(static_cast<int64_t>(blockIdx.x) * BLOCK + lane_column * 8) {}
-};
-
 template <typename In>
-__device__ __forceinline__ void load_block(Vector<In> (&x)[8], const In* data, const Place& at, int64_t rows, int64_t columns) {
+__device__ __forceinline__ void load_block(Vector<In> (&x)[8], const In* data, const BlockPlace& at, int64_t rows, int64_t columns) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (at.row + i < rows && at.column < columns) x[i].load(data + (at.row + i) * columns + at.column);
@@ -64,7 +53,7 @@ __device__ __forceinline__ void load_fold(float (&fold)[8], const float* data, i
 template <typename In, bool folded>
 __device__ __forceinline__ void block_amax(const Vector<In> (&x)[8], const float (&across)[8], const float (&down)[8],
                                              bool want_rows, bool want_columns, uint32_t* of_rows, uint32_t* of_columns,
-                                             const Place& at) {
+                                             const BlockPlace& at) {
   if (want_rows) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -111,7 +100,7 @@ __device__ __forceinline__ void block_amax(const Vector<In> (&x)[8], const float
 template <typename In, bool folded>
 __global__ void __launch_bounds__(THREADS) outer_amax(const In* __restrict__ data, int64_t rows, int64_t columns, Side a, Side b) {
   __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
-  const Place at;
+  const BlockPlace at;
   Vector<In> x[8];
   float across[8], down[8];
   load_block(x, data, at, rows, columns);
@@ -170,44 +159,6 @@ __device__ __forceinline__ TileScale block_scale(const Side& side, float* also, 
   return of;
 }
 
-// Writes eight rows of eight one-byte codes transposed: chunk `group` of 16 in each of the eight columns.
-__device__ __forceinline__ void transpose_block(const uint32_t (&words)[8][2], uint8_t* transposed, const Place& at) {
-#pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    uint32_t out[4][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t r0 = words[4 * half][w], r1 = words[4 * half + 1][w], r2 = words[4 * half + 2][w], r3 = words[4 * half + 3][w];
-      const uint32_t low01 = __byte_perm(r0, r1, 0x5140), low23 = __byte_perm(r2, r3, 0x5140);
-      const uint32_t high01 = __byte_perm(r0, r1, 0x7362), high23 = __byte_perm(r2, r3, 0x7362);
-      out[0][half] = __byte_perm(low01, low23, 0x5410);
-      out[1][half] = __byte_perm(low01, low23, 0x7632);
-      out[2][half] = __byte_perm(high01, high23, 0x5410);
-      out[3][half] = __byte_perm(high01, high23, 0x7632);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int column = at.lane_column * 8 + w * 4 + j, chunk = at.group ^ at.lane_column;
-      *reinterpret_cast<uint2*>(transposed + column * BLOCK + chunk * 8) = make_uint2(out[j][0], out[j][1]);
-    }
-  }
-}
-
-// Writes 128 columns of 128 bytes, 16 bytes per thread; the caller adds a barrier before.
-__device__ __forceinline__ void write_transposed(const uint8_t* transposed, uint8_t* codes_t, int64_t rows, int64_t columns) {
-  const int quarter = threadIdx.x & 7;
-  const int64_t row = static_cast<int64_t>(blockIdx.y) * BLOCK + quarter * 16;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int local = i * 32 + (threadIdx.x >> 3), swizzle = local >> 3;
-    const int64_t column = static_cast<int64_t>(blockIdx.x) * BLOCK + local;
-    if (column >= columns || row >= rows) continue;
-    uint4 v = *reinterpret_cast<const uint4*>(transposed + local * BLOCK + (quarter ^ swizzle >> 1) * 16);
-    if (swizzle & 1) v = make_uint4(v.z, v.w, v.x, v.y);
-    *reinterpret_cast<uint4*>(codes_t + column * rows + row) = v;
-  }
-}
-
 // Divides eight values by their scales. short_way: all scales are `regular`.
 __device__ __forceinline__ void over_scales(float (&v)[8], const TileScale (&of)[8], bool divides, bool short_way) {
 #pragma unroll
@@ -226,7 +177,7 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
   __shared__ alignas(16) uint8_t transposed[BLOCK * BLOCK];
   __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
   __shared__ TileScale scale_row[BLOCK], scale_column[BLOCK];
-  const Place at;
+  const BlockPlace at;
   Vector<In> x[8];
   float across[8], down[8];
   load_block(x, data, at, rows, columns);
@@ -309,7 +260,7 @@ __global__ void __launch_bounds__(THREADS) emit_transposed(const In* __restrict_
                                                            uint8_t* __restrict__ codes_t, float* __restrict__ scale,
                                                            int64_t rows, int64_t columns, ScaleRule how) {
   __shared__ alignas(16) uint8_t transposed[BLOCK * BLOCK];
-  const Place at;
+  const BlockPlace at;
   Vector<In> x[8];
   load_block(x, data, at, rows, columns);
   const TileScale of = tile_scale(bits_float(*amax), how);
@@ -346,7 +297,7 @@ __global__ void __launch_bounds__(THREADS) emit_transposed(const In* __restrict_
 __global__ void __launch_bounds__(THREADS) transpose_bytes(const uint8_t* __restrict__ codes, uint8_t* __restrict__ codes_t,
                                                            int64_t rows, int64_t columns) {
   __shared__ alignas(16) uint8_t transposed[BLOCK * BLOCK];
-  const Place at;
+  const BlockPlace at;
   uint32_t words[8][2];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -542,7 +493,11 @@ std::tuple<Tensor, Tensor> quantize_transposed(const Tensor& given, const Tensor
   return {codes_t, scale};
 }
 
-Tensor transpose_codes(const Tensor& given, std::optional<Tensor>) {
+Tensor transpose_after(const Tensor& codes, std::optional<Tensor>) { return transpose_codes(codes); }
+
+}  // namespace
+
+Tensor transpose_codes(const Tensor& given) {
   const Tensor codes = dense(given);
   STD_TORCH_CHECK(codes.element_size() == 1, "transpose takes codes of one byte, not of ", codes.element_size());
   const int64_t rows = rows_of(codes), columns = codes.size(1);
@@ -559,11 +514,10 @@ Tensor transpose_codes(const Tensor& given, std::optional<Tensor>) {
   return transposed;
 }
 
-}  // namespace
 }  // namespace lowprec
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
   m.impl("quantize_both", TORCH_BOX(&lowprec::quantize_both));
   m.impl("quantize_transposed", TORCH_BOX(&lowprec::quantize_transposed));
-  m.impl("transpose", TORCH_BOX(&lowprec::transpose_codes));
+  m.impl("transpose", TORCH_BOX(&lowprec::transpose_after));
 }

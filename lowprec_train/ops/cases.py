@@ -19,6 +19,7 @@ from lowprec_train.ops import (
     activation_cases,
     block_scaled_cases,
     eden_cases,
+    fold_cases,
     ladder_cases,
     library,
     list_cases,
@@ -28,7 +29,6 @@ from lowprec_train.ops import (
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
 from lowprec_train.ops.gradient_cases import decode_by_cases, decode_cases, encode_by_cases, encode_cases
-from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
 
@@ -343,7 +343,6 @@ def _dequantize() -> Cases:
 def cases(op: str) -> Cases:
     """Return the cases of an op, on the CPU."""
     e4m3, codes = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96)
-    blocks = 2.0 ** (random_bits(torch.tensor(5), None, 6, 3) % 25 - 12).float()
     x, clipped = _outliers()
     every = torch.arange(256, dtype=torch.uint8)
     made: dict[str, Any] = {
@@ -364,7 +363,7 @@ def cases(op: str) -> Cases:
         **dict.fromkeys(("dequantize", "dequantize_bf16"), _dequantize),
         "block_scaled_mm": block_scaled_cases.cases,
         "bf16_mm": _bf16_mm,
-        "fold": lambda: {"E4M3": (codes, blocks, "E4M3"), "E5M2": (codes, blocks, "E5M2")},
+        **fold_cases.BY_OP,
         "pack_e2m1": lambda: {"matrix": (codes,), "odd": (e2m1(3, 14),), "one": (e2m1(1, 2)[0],)},
         "unpack_e2m1": lambda: {"every byte": (every.reshape(8, 32),)},
         "unpack_e2m1_all": lambda: {"lists": ([every, every[1:10]], [every.repeat(2), every[:18].clone()])},

@@ -112,6 +112,11 @@ def _fold(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
     return codes.new_empty(codes.shape, dtype=parse_format(carrier).carrier), scale.new_empty((codes.shape[0], 1))
 
 
+def _fold_transposed(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
+    rows, columns = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    return codes.new_empty((columns, rows), dtype=parse_format(carrier).carrier), scale.new_empty((rows, 1))
+
+
 def _pack_e2m1(codes):  # type: ignore[no-untyped-def]
     if codes.shape[-1] % 2:
         raise ValueError(f"two E2M1 codes make a byte; the last dimension {codes.shape[-1]} is odd")
@@ -264,6 +269,7 @@ FAKES: dict[str, Callable] = {
     **dict.fromkeys(("scaled_mm", "block_scaled_mm"), _scaled_mm),
     "bf16_mm": _bf16_mm,
     "fold": _fold,
+    "fold_transposed": _fold_transposed,
     "pack_e2m1": _pack_e2m1,
     "unpack_e2m1": _unpack_e2m1,
     "unpack_e2m1_all": _in_place,

@@ -149,7 +149,7 @@ LADDER = (
     "pack_ladder",
     "unpack_ladder",
 )
-PAIRS = ("quantize_both", "quantize_transposed", "quantize_outliers", "transpose")
+PAIRS = ("quantize_both", "quantize_transposed", "quantize_outliers", "fold_transposed", "transpose")
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in PAIRS}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}

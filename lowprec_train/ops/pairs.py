@@ -49,6 +49,13 @@ def quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
     return reference.quantize_carrier(x, *reference.outlier_bounds(x, clipped), amax)
 
 
+def fold_transposed(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
+    """`fold` codes [m, k], or two of them in a byte, and transpose the result: codes [k, m], and scales [m, 1]."""
+    codes = reference.unpack_e2m1(codes) if codes.dtype == torch.uint8 else codes
+    folded, rows = reference.fold(codes, scale, carrier)
+    return transpose(folded), rows
+
+
 def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """Transpose codes [m, k] to [k, m], row-major; FP8 as bytes, which torch transposes faster."""
     if codes.element_size() > 1:

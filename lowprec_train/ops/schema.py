@@ -67,6 +67,7 @@ SCHEMAS = {
     ),
     "bf16_mm": "(Tensor a, Tensor b, Tensor? factor, ScalarType dtype) -> Tensor",
     "fold": "(Tensor codes, Tensor scale, str carrier, Tensor? after=None) -> (Tensor codes, Tensor scale)",
+    "fold_transposed": "(Tensor codes, Tensor scale, str carrier, Tensor? after=None) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",
     "unpack_e2m1_all": "(Tensor[] packed, Tensor(a!)[] codes) -> ()",

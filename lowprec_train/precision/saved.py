@@ -121,12 +121,15 @@ class SavedOperand:
         """Codes of the transposed weight [k, n] with block scales folded in, and the weight's row scales, which are to
         be multiplied into dY. dy: not read.
         """
-        codes = self.codes()
-        folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span), dy)
+        assert self.form.quantizer is not None and not self.form.split_carriers
+        stored, scale, *_ = self.tensors
+        folded, row = torch.ops.lowprec.fold_transposed(
+            stored, scale, carrier_of(self.form.quantizer.exponent_span), dy
+        )
         if split is not None and split.dim == 1:  # a row's largest block may be on another rank
-            whole = split.group.all_reduce_max(scale)
-            folded, scale = torch.ops.lowprec.dequantize(folded, scale / whole).to(folded.dtype), whole
-        return Quantized(torch.ops.lowprec.transpose(folded, dy), torch.ones_like(scale[:1])), scale.t()
+            whole = split.group.all_reduce_max(row)
+            folded, row = torch.ops.lowprec.dequantize(folded, (row / whole).t()).to(folded.dtype), whole
+        return Quantized(folded, torch.ones_like(row[:1])), row.t()
 
     def transposed_codes(self, after: Tensor | None = None) -> Quantized:
         """The codes of the transposed matrix. after: a gradient, if the forward pass could make them as well

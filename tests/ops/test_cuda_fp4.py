@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SEED = torch.tensor(0x1234_5678_9ABC_DEF)
-OPS = ("outlier_bounds", "quantize_carrier", "quantize_outliers", "pack_e2m1", "unpack_e2m1")
+OPS = ("outlier_bounds", "quantize_carrier", "quantize_outliers", "pack_e2m1", "unpack_e2m1", "fold", "fold_transposed")
 OPS += ("unpack_e2m1_all", "quantize_nvfp4", "dge", "dge_all")
 # Columns that end inside a vector, a warp, a cluster; the widest of each team of warps, and one vector more.
 COLUMNS = (1, 3, 8, 40, 264, 1000, 2048, 2056, 4096, 4104, 8192, 8200, 11008, 12296, 16384, 16392, 32768, 32776)
@@ -169,6 +169,23 @@ def test_packing_of_every_pair_of_bytes():
     codes = torch.stack((every.repeat_interleave(256), every.repeat(256)), dim=1)
     check("pack_e2m1", reference.pack_e2m1, codes.view(torch.float8_e4m3fn))
     check("unpack_e2m1", reference.unpack_e2m1, codes)
+
+
+@pytest.mark.parametrize("carrier", ["E4M3", "E5M2"])
+@pytest.mark.parametrize(
+    "rows, columns, block", [(5, 12, 4), (33, 96, 32), (16, 8, 8), (144, 416, 32), (1008, 4096, 32)]
+)
+def test_folding(rows, columns, block, carrier):
+    """One kernel each where eight codes are in a block, and for the transpose 16 rows; of every code and of NaN."""
+    scale = torch.exp2(4 * drawn(rows, columns // block)).log2().round().exp2()
+    scale[rows // 2, -1], scale[0], scale[1, 0] = torch.nan, 0.0, torch.inf
+    codes = torch.arange(rows * columns).remainder(7 if columns % 16 else 16).reshape(rows, columns)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    codes = reference.unpack_e2m1(packed)
+    for each in (codes, codes.flip(0).clone()):
+        check("fold", reference.fold, each, scale, carrier)
+        check("fold_transposed", pairs.fold_transposed, each, scale, carrier)
+    check("fold_transposed", pairs.fold_transposed, packed, scale, carrier)
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

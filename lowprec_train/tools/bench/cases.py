@@ -248,6 +248,18 @@ def _codes_alone() -> Iterator[Case]:
         name="1x32 into E5M2", op="fold", inputs=_codes("E2M1", (1, 32)), call=lambda c, s: ops.fold(c, s, "E5M2")
     )
 
+    def packed(m: int, k: int, device: torch.device) -> Inputs:
+        codes, scale = _codes("E2M1", (1, 32))(m, k, device)
+        return ops.pack_e2m1(codes), scale
+
+    yield Case(
+        name="1x32, packed, into E4M3",
+        op="fold_transposed",
+        inputs=packed,
+        call=lambda c, s: ops.fold_transposed(c, s, "E4M3"),
+        shapes=WEIGHTS,
+    )
+
 
 def _lists() -> Iterator[Case]:
     """Ops of many tensors, with one. Those that write to their arguments return what they wrote."""
