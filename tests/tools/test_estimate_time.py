@@ -164,11 +164,16 @@ def test_a_tied_head_reads_the_embedding(model):
 
 def test_selective_recomputation_repeats_no_gemm_and_full_launches_more():
     modes = ("none", "norms", "selective", "full")
-    plain, few, cheap, full = (seconds("+recipe=fp8", f"model.recompute={how}") for how in modes)
+    plain, few, cheap, full = (seconds("+recipe=fp8_rowwise", f"model.recompute={how}") for how in modes)
     assert cheap["gemm"] == plain["gemm"] and cheap["attention"] == plain["attention"]
     assert full["elementwise"] > cheap["elementwise"] > few["elementwise"] > plain["elementwise"]
     assert cheap["quantise"] == full["quantise"] > few["quantise"] > plain["quantise"]
     assert full["launches"] == pytest.approx(plain["launches"] * 4 / 3, rel=0.01)
+
+
+def test_norms_that_linears_recompute_cost_nothing_more():
+    none, norms = (seconds("+recipe=fp8", f"model.recompute={how}") for how in ("none", "norms"))
+    assert none == norms and none["quantise"] < seconds("+recipe=fp8", "model.recompute=selective")["quantise"]
 
 
 def test_sums_of_gradients_cost_their_bytes():

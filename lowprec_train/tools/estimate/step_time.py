@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.comm.layout import excluded
@@ -83,17 +84,30 @@ class Pass:
         """Plans of all linear layers, for this rank's shards."""
         return self.subject.plans
 
+    @cached_property
+    def recompute(self) -> tuple[str, ...]:
+        """What each block recomputes; "norms" is "none" where linears quantise X again from what is saved anyway."""
+        found = []
+        for index, how in enumerate(self.subject.recompute):
+            saved = [plan.saved_x for name, plan in self.plans.items() if name.startswith(f"blocks.{index}.")]
+            ready = sum(each.rounded_again and not each.folded for each in saved) == len(saved) - 1  # but for `down`
+            found.append("none" if how == "norms" and ready else how)
+        return tuple(found)
+
     @property
     def forward_passes(self) -> float:
         """Number of forward passes of a block's GEMMs and attention, with that of full recomputation; the mean of all
         blocks.
         """
-        return 1 + self.subject.recompute.count("full") / self.subject.run.model.layers
+        return 1 + self.recompute.count("full") / self.subject.run.model.layers
 
     @property
     def kernels(self) -> int:
-        """Approximate number of kernel launches; a forward pass has a third of them."""
-        made = sum(3 + sum(o.op is not Op.NONE for o in plan.operands()) for plan in self.plans.values())
+        """Approximate number of kernel launches; a forward pass has a third of them. X and X^T take as many by two ops
+        as by QUANTIZE_BOTH, which has a kernel for the amax.
+        """
+        free = Op.NONE, Op.QUANTIZE_TRANSPOSED
+        made = sum(3 + sum(o.op not in free for o in plan.operands()) for plan in self.plans.values())
         return int((made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers) * (2 + self.forward_passes) / 3)
 
     def times(self) -> Seconds:
@@ -101,7 +115,7 @@ class Pass:
         gemm = quantise = 0.0
         tp = self.subject.sizes.tp
         for name, plan in self.plans.items():
-            how = self.subject.recompute[int(name.split(".")[1])] if name.startswith("blocks.") else "none"
+            how = self.recompute[int(name.split(".")[1])] if name.startswith("blocks.") else "none"
             forward, again = 2 if how == "full" else 1, (how != "none", how in ("selective", "full"))
             if how == "norms" and name.endswith(".down"):
                 again = False, False
@@ -160,7 +174,8 @@ class Pass:
             whole = quantizer.tile == (-1, -1) or (quantizer.tile[0] == 1 and quantizer.tile[1] == -1)
             passes = read if whole and not operand.amax_from else 0
             return (passes + read + 2 * CODE) * copy
-        if operand.op is Op.QUANTIZE_TRANSPOSED:
+        from_norm = operand.name == "X" and layer.saved_x.from_norm and operand.op is Op.QUANTIZE
+        if from_norm or operand.op is Op.QUANTIZE_TRANSPOSED:  # the kernel of the norm computes the amax
             return (read + CODE) * copy
         if operand.op is Op.ROTATE_FOLD:
             kind = "ladder" if quantizer.scale is ScaleRule.LADDER else "rotation"
@@ -205,7 +220,7 @@ class Pass:
         """Return the seconds of norms with residual sums, rotary embedding, activations, embedding and loss."""
         model, tokens, tp = self.subject.run.model, self.subject.tokens, self.subject.sizes.tp
         moved = 0.0
-        for index, how in enumerate(self.subject.recompute):
+        for index, how in enumerate(self.recompute):
             layers = {n.rpartition(".")[2]: p for n, p in self.plans.items() if n.startswith(f"blocks.{index}.")}
             up, down = layers.get("gate_up", layers.get("up")), layers["down"]
             assert up is not None
