@@ -161,7 +161,10 @@ __global__ void __launch_bounds__(THREADS) fold_rows(const uint8_t* __restrict__
   }
 }
 
-void check_fold(const Tensor& scale, Format carrier, int64_t rows, int64_t columns) {
+void check_fold(const Tensor& codes, const Tensor& scale, Format carrier, int64_t rows, int64_t columns) {
+  const ScalarType type = codes.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float8_e4m3fn || type == ScalarType::Byte,
+                  "fold takes E2M1 codes, which ride as float8_e4m3fn, or two in a byte");
   STD_TORCH_CHECK(carrier == Format::E4M3 || carrier == Format::E5M2, "codes fold into E4M3 or E5M2");
   STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float, "fold takes FP32 scales");
   STD_TORCH_CHECK(scale.size(0) == rows && scale.size(1) > 0 && columns % scale.size(1) == 0,
@@ -176,8 +179,8 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes_given, const Tensor& scale_g
   const Tensor codes = dense(codes_given), scale = dense(scale_given);
   const int64_t rows = rows_of(codes), columns = codes.size(1), tiles = scale.size(1);
   const Format format = parse_format(carrier);
-  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Float8_e4m3fn, "fold takes E2M1 codes, which ride as float8_e4m3fn");
-  check_fold(scale, format, rows, columns);
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Float8_e4m3fn, "fold takes codes as float8_e4m3fn");
+  check_fold(codes, scale, format, rows, columns);
   Tensor folded = empty_like_device(codes, {rows, columns}, carrier_of(format));
   Tensor row_scale = empty_like_device(scale, {rows, 1}, ScalarType::Float);
   if (rows == 0) return {folded, row_scale};
@@ -212,7 +215,7 @@ std::tuple<Tensor, Tensor> fold_transposed(const Tensor& codes_given, const Tens
     const auto [folded, row_scale] = fold(packed ? unpack_e2m1(codes) : codes, scale, carrier);
     return {transpose_codes(folded), row_scale};
   }
-  check_fold(scale, format, rows, columns);
+  check_fold(codes, scale, format, rows, columns);
   Tensor folded = empty_like_device(codes, {columns, rows}, carrier_of(format));
   Tensor row_scale = empty_like_device(scale, {rows, 1}, ScalarType::Float);
   Tensor exponents = empty_like_device(scale, {rows}, ScalarType::Int);
