@@ -21,7 +21,7 @@ float fold_scales(const float* scale, int64_t n, int top, float* shift) {
 
 namespace {
 
-std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::string carrier, std::optional<Tensor>) {
+std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::string carrier) {
   const int64_t rows = rows_of(codes), columns = codes.size(1), tiles = scale.size(1);
   const Format format = parse_format(carrier);
   const int top = fold_top(format);

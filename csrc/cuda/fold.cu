@@ -198,11 +198,6 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes_given, const Tensor& scale_g
 
 namespace {
 
-std::tuple<Tensor, Tensor> fold_after(const Tensor& codes, const Tensor& scale, std::string carrier,
-                                      std::optional<Tensor>) {
-  return fold(codes, scale, carrier);
-}
-
 std::tuple<Tensor, Tensor> fold_transposed(const Tensor& codes_given, const Tensor& scale_given, std::string carrier,
                                            std::optional<Tensor>) {
   const Tensor codes = dense(codes_given), scale = dense(scale_given);
@@ -239,6 +234,6 @@ std::tuple<Tensor, Tensor> fold_transposed(const Tensor& codes_given, const Tens
 }  // namespace lowprec
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
-  m.impl("fold", TORCH_BOX(&lowprec::fold_after));
+  m.impl("fold", TORCH_BOX(&lowprec::fold));
   m.impl("fold_transposed", TORCH_BOX(&lowprec::fold_transposed));
 }

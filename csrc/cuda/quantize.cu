@@ -470,7 +470,7 @@ std::tuple<Tensor, Tensor> quantize_by(const Tensor& given, const Tensor& amax_g
                                        std::string format_name, std::vector<int64_t> tile_given, std::string rule,
                                        double headroom, int64_t span, std::string rounding, std::optional<Tensor> seed,
                                        std::optional<Tensor> origin, std::optional<Tensor> rate,
-                                       std::optional<Tensor> weight, std::optional<Tensor> after) {
+                                       std::optional<Tensor> weight) {
   if (has_norm(given, rate, weight)) {
     const Tensor values = dense(given), rates = dense(*rate), weights = dense(*weight);
     const Tile tile = resolve_tile(rows_of(values), values.size(1), tile_given);
@@ -479,7 +479,7 @@ std::tuple<Tensor, Tensor> quantize_by(const Tensor& given, const Tensor& amax_g
       return quantize_norm(values, rates, weights, dense(amax_given), rule, headroom);
     }
     return quantize_by(normalized(values, rates, weights), amax_given, tops_given, format_name, tile_given, rule, headroom,
-                       span, rounding, seed, origin, std::nullopt, std::nullopt, after);
+                       span, rounding, seed, origin, std::nullopt, std::nullopt);
   }
   const Tensor x = dense(given), amax = dense(amax_given);
   const Format format = parse_format(format_name);

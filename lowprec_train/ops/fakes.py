@@ -108,7 +108,7 @@ def _bf16_mm(a, b, factor, dtype):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-def _fold(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
+def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
     return codes.new_empty(codes.shape, dtype=parse_format(carrier).carrier), scale.new_empty((codes.shape[0], 1))
 
 

@@ -11,12 +11,14 @@ reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
+from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch import Tensor
 
 from lowprec_train.ops import (
@@ -171,6 +173,13 @@ NAMED = tuple(name for name, schema in SCHEMAS.items() if "str rounding" in sche
 NAMED += ("quantize_both", "quantize_transposed")
 """Ops whose format, rounding or scale candidates are arguments; they have a `reference` overload."""
 
+
+def cache_tag(schemas: Mapping[str, str]) -> str:
+    """Return a tag of these schemas for the key of torch's cache of compiled code, which has their arguments in it."""
+    return f"lowprec-{sha256(repr(sorted(schemas.items())).encode()).hexdigest()[:16]}"
+
+
+torch.compiler.config.cache_key_tag += cache_tag(SCHEMAS)  # else code from before a change of a schema would be called
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
 for _name in NAMED:

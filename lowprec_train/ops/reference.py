@@ -151,7 +151,6 @@ def quantize_by(  # type: ignore[no-untyped-def]
     origin,
     rate=None,
     weight=None,
-    after=None,
 ):
     """`quantize` for a part x of a matrix whose tiles exceed it. amax: largest magnitudes of the tiles; tops
     [m / rows, 1]: of whole rows, for the span; None computes them from amax. rate [m] and weight [k]: x is the input of
@@ -310,7 +309,7 @@ def copy_weight(weight, dtype, after):  # type: ignore[no-untyped-def]
     return weight.to(dtype, copy=True)
 
 
-def fold(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
+def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
     """Multiply block exponents into the carrier: code * 2**(e_block - e_row + top), with one scale per row; exact
     within the span.
     """

@@ -38,8 +38,8 @@ SCHEMAS = {
     ),
     "quantize_by": (
         "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom,"
-        " int exponent_span, str rounding, Tensor? seed, Tensor? origin, Tensor? rate=None, Tensor? weight=None,"
-        " Tensor? after=None) -> (Tensor codes, Tensor scale)"
+        " int exponent_span, str rounding, Tensor? seed, Tensor? origin, Tensor? rate=None,"
+        " Tensor? weight=None) -> (Tensor codes, Tensor scale)"
     ),
     "quantize_nvfp4_by": (
         "(Tensor x, Tensor amax, Tensor top, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin)"
@@ -66,7 +66,7 @@ SCHEMAS = {
         " ScalarType dtype) -> Tensor"
     ),
     "bf16_mm": "(Tensor a, Tensor b, Tensor? factor, ScalarType dtype) -> Tensor",
-    "fold": "(Tensor codes, Tensor scale, str carrier, Tensor? after=None) -> (Tensor codes, Tensor scale)",
+    "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
     "fold_transposed": "(Tensor codes, Tensor scale, str carrier, Tensor? after=None) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",

@@ -276,3 +276,10 @@ def test_fakes_and_schemas_are_true(op):
             fakes = self_test.listed(getattr(torch.ops.lowprec, op)(*faked))
         told = [(fake.shape, fake.dtype, fake.stride()) for fake in fakes]
         assert told == [(each.shape, each.dtype, each.stride()) for each in outputs], case
+
+
+def test_compiled_code_is_cached_under_the_schemas():
+    """Inductor's code calls ops with all their arguments, and torch's key of its cache knows nothing of ours."""
+    tag = library.cache_tag(SCHEMAS)
+    assert torch.compiler.config.cache_key_tag.endswith(tag)
+    assert library.cache_tag(SCHEMAS | {"fold": SCHEMAS["fold"].replace("str carrier", "str carrier, int top")}) != tag

@@ -186,7 +186,7 @@ def test_ops_take_the_input_of_a_norm(dtype):
     assert torch.equal(reference.normalized(x, rate, weight), y)
     how = ("E4M3", (-1, -1), "POW2", 1.0, 0, "nearest", None, None)
     codes, scale = torch.ops.lowprec.quantize(y, *how)
-    made, again = torch.ops.lowprec.quantize_by(x, y.abs().amax().float().view(1, 1), None, *how, rate, weight, y)
+    made, again = torch.ops.lowprec.quantize_by(x, y.abs().amax().float().view(1, 1), None, *how, rate, weight)
     assert torch.equal(made.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(scale, again)
     fold = (torch.tensor(3), 64, 0.125, (1, 16), "mse", 11, True)
     for transposed in (True, False):
