@@ -79,6 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "--out", metavar="DIR", type=options.path, help="folder of the study (default: runs/study/NAME)"
         )
         each.add_argument("--arms", metavar="ARM", nargs="+", help="use only these arms")
+        each.add_argument("--seeds", metavar="N", nargs="+", type=int, help="use only runs with these seeds")
         each.add_argument("--purpose", choices=("gate", "sweep", "estimate"), help="use only runs with this purpose")
         each.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], help="overrides for all runs")
     evaluate = kinds.add_parser("evaluate", help="evaluate finished runs that have no evaluation.json")
@@ -194,8 +195,8 @@ def _array(arguments: argparse.Namespace, planned: list[StudyRun]) -> str:
     words = ["sbatch", f"--array=0-{len(planned) - 1}", "scripts/slurm/study.sbatch", str(arguments.file)]
     for option in ("out", "purpose"):
         words += [f"--{option}", str(value)] if (value := getattr(arguments, option)) else []
-    for option in ("arms", "set"):
-        words += [f"--{option}", *value] if (value := getattr(arguments, option)) else []
+    for option in ("arms", "seeds", "set"):
+        words += [f"--{option}", *map(str, value)] if (value := getattr(arguments, option)) else []
     return shlex.join(words)
 
 
@@ -208,7 +209,7 @@ def _report(arguments: argparse.Namespace) -> int:
     study, planned, out = _planned(arguments)
     folder = out / "report"
     stored, kept = folder / stored_results.FILE, {}
-    if stored.exists() and (arguments.arms or arguments.purpose):
+    if stored.exists() and (arguments.arms or arguments.seeds or arguments.purpose):
         stored_results.read(
             [stored], plan.runs(study), study.name
         )  # refuses what is not of this study as it is planned
@@ -249,14 +250,22 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
     for arm in arguments.arms or ():
         if arm not in study.arms:
             raise ValueError(f"--arms {arm}: study {study.name} has {', '.join(study.arms)}")
+    for seed in arguments.seeds or ():
+        if seed not in study.seeds:
+            raise ValueError(f"--seeds {seed}: study {study.name} has {', '.join(map(str, study.seeds))}")
     everything = [each for each in plan.runs(study) if arguments.purpose in (None, each.purpose)]
-    chosen = [each for each in everything if not arguments.arms or each.arm in arguments.arms]
+    chosen = [
+        each
+        for each in everything
+        if each.arm in (arguments.arms or (each.arm,)) and each.seed in (arguments.seeds or (each.seed,))
+    ]
     trunks = {each.trunk for each in chosen}
     wanted = [each for each in everything if each in chosen or each.name in trunks]
     if not wanted:
         arms = f" of --arms {' '.join(arguments.arms)}" if arguments.arms else ""
+        seeds = f" with --seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else ""
         purpose = f" for --purpose {arguments.purpose}" if arguments.purpose else ""
-        raise ValueError(f"study {study.name} has no run{arms}{purpose}")
+        raise ValueError(f"study {study.name} has no run{arms}{seeds}{purpose}")
     plan.check_used(arguments.set, wanted)
     return study, wanted, arguments.out or Path("runs") / "study" / study.name
 

@@ -256,6 +256,26 @@ def test_the_array_that_the_script_shows_has_every_run():
     assert f"--array=0-{len(runs) - 1} scripts/slurm/study.sbatch main_130m" in script.read_text()
 
 
+def test_seeds_select_runs(tmp_path, capsys):
+    """Each with the run of its seed that it forks from."""
+    file = written(tmp_path)
+    names = [run.name for run in plan.runs(definition.load(file)) if run.seed in (1, 101)]
+    assert cli.main(["study", "list", str(file), "--seeds", "1", "101"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "not begun" in line]
+    assert listed[: len(names)] == names and len(names) < len(plan.runs(definition.load(file)))
+    assert cli.main(["study", "list", "branch_130m", "--arms", "fp8", "--seeds", "2"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "not begun" in line][:2] == [
+        "bf16-trunk750-s2",
+        "fp8-from750-s2",
+    ]
+    assert cli.main(["study", "list", str(file), "--slurm", "--seeds", "1", "101"]) == 0
+    assert "--seeds 1 101" in capsys.readouterr().out
+    assert cli.main(["study", "list", str(file), "--seeds", "1", "7"]) == 2
+    assert "--seeds 7: study" in capsys.readouterr().err
+    assert cli.main(["study", "list", str(file), "--seeds", "1", "--purpose", "gate"]) == 2
+    assert "with --seeds 1 for --purpose gate" in capsys.readouterr().err
+
+
 def test_a_job_array(tmp_path, capsys):
     file = written(tmp_path)
     assert cli.main(["study", "list", str(file), "--slurm", "--purpose", "estimate", "--set", "micro_batch=2"]) == 0

@@ -104,6 +104,8 @@ def test_a_selection_keeps_the_other_stored_runs(parts, tmp_path, capsys):
         assert json.loads(second.read_text()) == stored
         line = "\n\nNo run of bf16 is here, so no arm has a gap to it.\n"
         assert (line in capsys.readouterr().out) is missing
+    cell = report(file, out, "--seeds", "2")["cells"][0]
+    assert {tuple(row["seeds"]) for row in cell["arms"]} == {(2,)} and json.loads(second.read_text()) == stored
     assert report(file, out, "--purpose", "estimate") and json.loads(second.read_text()) == stored
     assert report(file, out) and len(json.loads(second.read_text())["runs"]) == 6  # the report of the folder alone
 
