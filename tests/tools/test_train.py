@@ -88,7 +88,7 @@ def test_two_processes_through_signals_and_a_kill(command, tmp_path):
 
 @pytest.mark.parametrize("options", [(), ("--nproc", "2")])
 def test_a_second_interrupt_aborts_and_says_what_stands(command, tmp_path, options):
-    long_steps = ("tokens_per_step=51200", "checkpoint_interval=1", "checkpoint_async=false")
+    long_steps = ("tokens_per_step=20480", "checkpoint_interval=1", "checkpoint_async=false")
     process = in_a_group(*LOWPREC, *options, *command, *long_steps, f"run_root={tmp_path}")
     wait_for_steps(tmp_path / "run", 2, process)
     os.killpg(process.pid, signal.SIGINT)
