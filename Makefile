@@ -35,7 +35,7 @@ check:  ## what every edit should pass: lint, every recipe for a few steps, one 
 smoke:  ## every recipe for a few steps, one case of every oracle test
 	@$(ENV); OMP_NUM_THREADS=1 "$$python" -m pytest -q -m "check and not nightly" tests/test_smoke.py tests/numerics tests/precision
 
-test:   ## the whole CPU suite (about 23 minutes on 2 cores)
+test:   ## the whole CPU suite (about 20 minutes on 2 cores)
 	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" $(TESTS)
 
 lint:   ## format, lint, types, import floors
