@@ -176,6 +176,17 @@ def test_products_of_carriers_are_those_of_the_codes_in_fp64():
         torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
 
 
+@pytest.mark.parametrize("k", [2048, 16384])
+def test_products_of_carriers_have_exact_fp32_sums(k):
+    """Of normal data: no error against FP64. FP8 tensor cores keep fewer bits of a sum (docs/numerics.md)."""
+    g, one = torch.Generator().manual_seed(k), torch.ones(1, 1)
+    rounded = (FOLD3(torch.randn(64, k, generator=g)) for _ in range(2))
+    a, b = (Quantized(ops.fold_ladder(q.codes, q.parts["block"], q.parts["row"], None)[0], one) for q in rounded)
+    exact = a.codes.double() @ b.codes.double().t()
+    for path in (Path.FP8_TENSOR, Path.DEQUANTIZE):
+        assert torch.equal(multiply(a, b, path, split_accumulation=True, dtype=torch.float32).double(), exact)
+
+
 # --- factors of rows ---
 
 
